@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +43,17 @@ def positives(text: str) -> list[int]:
     return list(dict.fromkeys(positive(each) for each in text.split(",")))
 
 
+def finite(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
 def several(names: Sequence[str]) -> Callable[[str], list[str]]:
     """The type of an argument that is some of these names, separated by commas, or "all"."""
 
@@ -57,7 +69,7 @@ def several(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def check_folders(*paths: str | Path | None) -> None:
-    """Raises ValueError for an output file whose folder does not exist.
+    """Raises ValueError for an output file that is a folder, or whose folder does not exist.
 
     Commands call it first, so that a long run does not fail at its end.
     """
@@ -65,3 +77,5 @@ def check_folders(*paths: str | Path | None) -> None:
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise ValueError(f"{path}: there is no folder {folder}")
+        if Path(path).is_dir():
+            raise ValueError(f"{path}: this is a folder; expected a file")

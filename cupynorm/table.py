@@ -1,9 +1,9 @@
-"""Tables, as text for terminals and as HTML for notebooks."""
+"""Tables, as text for terminals, HTML for notebooks and Markdown for documents."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 Rows = Sequence[Sequence[str]]  # the first row has the headings
 
@@ -18,6 +18,13 @@ def as_text(rows: Rows) -> str:
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows
     )
+
+
+def as_markdown(rows: Rows, words: Collection[int] = ()) -> list[str]:
+    """Lines. words: columns that hold words. The others are aligned to the right, as numbers."""
+    heading, *body = rows
+    rule = ["---" if at in words else "---:" for at in range(len(heading))]
+    return [f"| {' | '.join(row)} |" for row in (heading, rule, *body)]
 
 
 def pairs_as_html(pairs: Rows) -> str:

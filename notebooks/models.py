@@ -36,7 +36,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -48,6 +48,7 @@ from tqdm import tqdm
 
 import cupynorm
 from cupynorm.bench.documents import DOCUMENT, rewrite_table
+from cupynorm.command_line import positive, several
 from cupynorm.gpu.environment import environment
 
 BLOCKS = {False: "steps", True: "whole"}  # the markers in the document, without and with --whole
@@ -129,38 +130,17 @@ def write_document(result: Result) -> None:
     DOCUMENT.write_text(rewrite_table(text, result.markdown(), block), encoding="utf-8")
 
 
-def some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A type of an option: names with commas, each once, in the order in which they are given."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"{name!r} is unknown; expected some of {', '.join(known)}"
-                )
-        return tuple(dict.fromkeys(names))
-
-    return parse
-
-
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     about = "Times six models with torch's norms and with cupynorm's, and compares the results."
     parser = argparse.ArgumentParser(description=about)
     add = parser.add_argument
     everything = ",".join(MODELS)
-    add("--models", type=some_of([*MODELS]), default=(*MODELS,), help=f"default: {everything}")
+    add("--models", type=several(tuple(MODELS)), default=(*MODELS,), help=f"default: {everything}")
     shown = f"some of {','.join(RUNS)}; always torch (default: all; on a CPU those not compiled)"
-    add("--runs", type=some_of(RUNS), help=shown)
+    add("--runs", type=several(RUNS), help=shown)
     add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
     shown = f"some of {','.join(PHASES)} (default: all)"
-    add("--phases", type=some_of(PHASES), default=PHASES, help=shown)
+    add("--phases", type=several(PHASES), default=PHASES, help=shown)
     add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
     shown = "compiles models of at most N layers as one graph, not each block"
     add("--whole", type=positive, metavar="N", default=0, help=shown)

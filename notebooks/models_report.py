@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cupynorm.bench.report import quartiles
-from cupynorm.table import as_text
+from cupynorm.table import as_markdown, as_text
 
 RUNS = ("torch", "cupynorm", "torch-compiled", "cupynorm-compiled", "passes-compiled")
 COMPILED = RUNS[2:]
@@ -284,17 +284,22 @@ class Result:
         lines += [_wrapped(f"- {model.title}: {model.about}.") for model in self.models.values()]
         for phase in self.phases():
             title = phase[:1].upper() + phase[1:]
-            lines += ["", f"{title}:", "", *_markdown(self.times(phase), 1)]
+            lines += ["", f"{title}:", "", *as_markdown(self.times(phase), range(1))]
         kernels = self.kernels()
         if len(kernels) > 1:
             lines += ["", "Milliseconds of a step in which kernels are on the GPU:", ""]
-            lines += _markdown(kernels, 2)
+            lines += as_markdown(kernels, range(2))
         norms = self.norms()
         if len(norms) > 1:
             shown = f"{OF_NORMS}, milliseconds of a step, and what torch's eager step would gain "
-            lines += ["", _wrapped(f"{shown} if its norms took no time:"), "", *_markdown(norms, 2)]
+            lines += [
+                "",
+                _wrapped(f"{shown} if its norms took no time:"),
+                "",
+                *as_markdown(norms, range(2)),
+            ]
         lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
-        lines += ["", *_markdown(self.distances(), 2)]
+        lines += ["", *as_markdown(self.distances(), range(2))]
         lines += ["", *(_wrapped(f"- {each}") for each in (*self.gains(), *self.left_out))]
         return "\n".join([*lines, "", f"Made by `{self.settings['command']}`."])
 
@@ -309,13 +314,6 @@ def _time(samples: list[float] | None) -> str:
 def _wrapped(text: str) -> str:
     """Lines of at most 100 columns. A list item is indented from its second line on."""
     return textwrap.fill(text, 100, subsequent_indent="  " if text.startswith("- ") else "")
-
-
-def _markdown(rows: list[list[str]], num_words: int) -> list[str]:
-    """num_words: columns from the left that hold words, not numbers."""
-    heading, *body = rows
-    rule = ["---" if at < num_words else "---:" for at in range(len(heading))]
-    return [f"| {' | '.join(row)} |" for row in (heading, rule, *body)]
 
 
 def plot(result: Result, path: Path) -> None:

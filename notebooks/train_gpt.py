@@ -267,18 +267,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
         print(f"{run}: {given.steps} steps in {time.perf_counter() - start:.1f} s", flush=True)
     print(f"\n{table(trained)}")
     if given.json:
-        name = (
-            torch.cuda.get_device_name(given.device)
-            if torch.device(given.device).type == "cuda"
-            else "CPU"
-        )
+        on_gpu = torch.device(given.device).type == "cuda"
         content = {
-            "device": name,
+            "device": torch.cuda.get_device_name(given.device) if on_gpu else "CPU",
             "torch": torch.__version__,
             "cupynorm": cupynorm.__version__,
             "settings": settings,
+            "runs": {run: each._asdict() for run, each in trained.items()},
         }
-        content["runs"] = {run: each._asdict() for run, each in trained.items()}
         given.json.write_text(json.dumps(content))
     if given.plot:
         try:

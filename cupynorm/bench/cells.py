@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from ..check.cases import NORMS
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
@@ -70,14 +71,9 @@ class Cell:
         """
         x, y = DTYPES[self.dtype].itemsize, ELEMENTS[self.y].itemsize
         of = {"forward": x + y + self.residual * 2 * x, "backward": 2 * x + y + self.residual * x}
-        scales = Problem(
-            "forward",
-            True,
-            self.num_cols,
-            self.dtype,
-            Layout.of_new_arrays(self.num_cols),
-            scaling=self.scale,
-        ).scale_bytes
+        layout = Layout.of_new_arrays(self.num_cols)
+        problem = Problem("forward", True, self.num_cols, self.dtype, layout, scaling=self.scale)
+        scales = problem.scale_bytes
         return self.num_rows * (self.num_cols * sum(of[name] for name in self.passes) + scales)
 
     @property
@@ -85,13 +81,8 @@ class Cell:
         """dtypes and extras, in words."""
         labelled = (("weight", self.weight_dtype), ("y", self.out_dtype), ("scale", self.scale))
         named = [f"{label} {name}" for label, name in labelled if name]
-        extras = (
-            ("amax", self.amax),
-            ("residual", self.residual),
-            ("1 + weight", self.zero_centered),
-        )
-        named += [label for label, asked in extras if asked]
-        return ", ".join([self.dtype, *named])
+        extras = {"amax": self.amax, "residual": self.residual, "1 + weight": self.zero_centered}
+        return ", ".join([self.dtype, *named, *(label for label in extras if extras[label])])
 
     @property
     def kind(self) -> str:
@@ -123,7 +114,7 @@ def cells(
     Raises ValueError for unknown names, for extents below 1 and for options that exclude each
     other.
     """
-    out_dtype = options.get("out_dtype")
+    out_dtype, residual = options.get("out_dtype"), bool(options.pop("residual", False))
     is_quantized = out_dtype in FLOAT8S
     more_dtypes = (options.get("weight_dtype"), None if is_quantized else out_dtype)
     for label, names, known in (
@@ -144,35 +135,27 @@ def cells(
             raise ValueError(f"{label} is {extents_text}; expected extents of 1 or more")
     _check_quantization(out_dtype, directions, scales, bool(options.get("amax")))
 
-    residual = bool(options.pop("residual", False))
-
-    def shapes(dtype: str) -> list[tuple[str, int, int, bool]]:
+    def shapes(dtype: str) -> Iterator[tuple[str, int, int, bool]]:
         """norm, num_rows, num_cols, and whether a residual is added."""
         if models:
-            known = [shape for name in models for shape in MODELS[name]]
-            return [
-                (shape.norm, num_rows, shape.num_cols, residual or shape.residual)
-                for shape in known
-                for num_rows in shape.num_rows
-            ]
+            for shape in (shape for name in models for shape in MODELS[name]):
+                for num_rows in shape.num_rows:
+                    yield shape.norm, num_rows, shape.num_cols, residual or shape.residual
+            return
         total = elements or _X_BYTES // DTYPES[dtype].itemsize
         if not rows and total < max(cols):
             raise ValueError(
                 f"elements is {total}, less than one row of {max(cols)} columns; "
                 "expected at least that many"
             )
-        return [
-            (norm, num_rows, num_cols, residual)
-            for norm in norms
-            for num_cols in cols
-            for num_rows in rows or (total // num_cols,)
-        ]
+        for norm, num_cols in product(norms, cols):
+            for num_rows in rows or (total // num_cols,):
+                yield norm, num_rows, num_cols, residual
 
+    scales = scales or ("given" if is_quantized else None,)
     all_cells = [
         Cell(norm, direction, dtype, num_rows, num_cols, residual=added, scale=scale, **options)
-        for dtype in dtypes
-        for direction in directions
-        for scale in scales or ("given" if is_quantized else None,)
+        for dtype, direction, scale in product(dtypes, directions, scales)
         for norm, num_rows, num_cols, added in shapes(dtype)
     ]
     all_cells.sort(key=lambda cell: NORMS.index(cell.norm))

@@ -93,15 +93,8 @@ def add_cells(add: Callable) -> None:
         "a tile to measure beside that of dispatch, in the words of tune and plan: "
         "'block: pack_size 8, threads_per_row 128, ...'"
     )
-    add(
-        "--tile",
-        dest="tiles",
-        metavar="TILE",
-        type=tile_in_words,
-        action="append",
-        default=[],
-        help=tile,
-    )
+    kept = {"dest": "tiles", "action": "append", "default": []}
+    add("--tile", metavar="TILE", type=tile_in_words, help=tile, **kept)
 
 
 def add_linear(layers: Commands) -> None:
@@ -137,12 +130,16 @@ def tile_in_words(text: str) -> str:
     return text
 
 
-def linear_shapes(text: str) -> list[tuple[int, int, int]]:
+def linear_shapes(text: str) -> list[tuple[int, ...]]:
     """ROWSxINxOUT, separated by commas."""
-    try:
-        return [linear.shape_of(each) for each in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    shapes = [each.lower().split("x") for each in text.split(",")]
+    for shape in shapes:
+        if len(shape) != 3 or not all(part.strip().isdigit() and int(part) for part in shape):
+            raise argparse.ArgumentTypeError(
+                f"{'x'.join(shape)!r} is no shape; "
+                "expected rows x in_features x out_features, for example 8192x4096x12288"
+            )
+    return [tuple(map(int, shape)) for shape in shapes]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -159,10 +156,12 @@ def run(arguments: argparse.Namespace) -> int:
         return show(host.first_call(), arguments.json)
     if arguments.guard:
         return guard(arguments)
+    if arguments.readme and arguments.tiles:
+        raise ValueError(
+            "--readme and --tile are given; expected one of them: tiles are not in the table"
+        )
     if arguments.readme:
-        check_readme(arguments)
-    if arguments.plot:
-        plot.require_matplotlib()
+        documents.check_documents()
     result = measured(arguments, cells_of(arguments), arguments.peers)
     if arguments.readme and not result:
         print("README.md and docs/benchmarks.md are left as they were")
@@ -178,8 +177,6 @@ def guard(arguments: argparse.Namespace) -> int:
             "--readme and --guard are given; expected one of them: --readme writes a new table"
         )
     before = report.read(arguments.guard)
-    if arguments.plot:
-        plot.require_matplotlib()
     after = measured(arguments, [each.cell for each in before.measurements], ())
     compared = comparison.compare(before, after)
     print(f"\n{arguments.guard}, and now:\n{compared}")
@@ -190,6 +187,8 @@ def measured(
     arguments: argparse.Namespace, todo: Sequence[Cell], peers: Sequence[str] | None
 ) -> report.BenchResult:
     """Runs the benchmark, prints the result and writes the files that were requested."""
+    if arguments.plot:
+        plot.check_format(arguments.plot)
     result = measure.bench(
         todo,
         runs=arguments.runs,
@@ -219,42 +218,13 @@ def command_of(arguments: argparse.Namespace) -> str:
     return shlex.join(["python", "-m", "cupynorm", *arguments.given])
 
 
-def check_readme(arguments: argparse.Namespace) -> None:
-    """Raises ValueError or MissingLibraryError if --readme would fail after the run."""
-    if arguments.tiles:
-        raise ValueError(
-            "--readme and --tile are given; expected one of them: tiles are not in the table"
-        )
-    documents.check_documents()
-
-
 def cells_of(arguments: argparse.Namespace) -> list[Cell]:
-    """The cells that the options name. Raises ValueError in the words of the command line."""
+    """The cells that the options name."""
     is_quantized = arguments.out_dtype in FLOAT8S
-    directions = arguments.direction or DIRECTIONS[: 1 if is_quantized else 2]
-    formats = " or ".join(FLOAT8S)
-    for option in ("scale", "amax"):
-        if getattr(arguments, option) and not is_quantized:
-            raise ValueError(
-                f"--{option} is given for a y of 16 or more bits; expected --out-dtype {formats}"
-            )
-    if arguments.amax and set(arguments.scale) - {"given"}:
-        scales = ",".join(arguments.scale)
-        raise ValueError(f"--amax is given with --scale {scales}; expected --scale given")
-    if is_quantized and tuple(directions) != ("forward",):
-        raise ValueError(
-            f"--direction is {','.join(directions)} and --out-dtype {arguments.out_dtype}; "
-            "expected --direction forward, because no gradient has 8 bits"
-        )
-    if arguments.tiles and "both" in directions:
-        raise ValueError(
-            "--tile and --direction both are given; expected forward or backward for a tile"
-        )
-    check_elements(arguments)
     return cells(
         arguments.norm,
         arguments.dtype,
-        directions,
+        arguments.direction or DIRECTIONS[: 1 if is_quantized else 2],
         arguments.cols,
         arguments.elements,
         rows=arguments.rows,
@@ -268,33 +238,23 @@ def cells_of(arguments: argparse.Namespace) -> list[Cell]:
     )
 
 
-def check_elements(arguments: argparse.Namespace) -> None:
-    """Raises ValueError if --elements is less than one row of --cols."""
-    elements, widest = arguments.elements, max(arguments.cols)
-    ignored = getattr(arguments, "rows", None) or getattr(arguments, "models", None)
-    if elements and elements < widest and not ignored:
-        raise ValueError(
-            f"--elements is {elements}, less than one row of {widest} columns; "
-            "expected at least that many"
-        )
-
-
 def run_linear(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if no contestant was wrong, else 1."""
     check_folders(arguments.json)
+    options = {}
     if arguments.graph:
-        bench, shapes = decoding.bench_decoding, arguments.shapes or decoding.SHAPES
-        todo = linear.cells(shapes, ("bfloat16",), ("forward",))
+        todo = linear.cells(arguments.shapes or decoding.SHAPES, ("bfloat16",), ("forward",))
+        options = {"names": decoding.NAMES, "measure": decoding.measure}
     else:
-        bench, shapes = linear.bench_linear, arguments.shapes or linear.SHAPES
-        todo = linear.cells(shapes, arguments.format, arguments.passes)
-    result = bench(
+        todo = linear.cells(arguments.shapes or linear.SHAPES, arguments.format, arguments.passes)
+    result = linear.bench_linear(
         todo,
         runs=arguments.runs,
         seed=arguments.seed,
         contestants=arguments.contestants,
         progress=bar,
         command=command_of(arguments),
+        **options,
     )
     show(result, arguments.json)
     return 0 if result else 1

@@ -29,13 +29,9 @@ class Change:
     @property
     def verdict(self) -> str:
         """ "slower", "faster" or "same"."""
-        return (
-            "same"
-            if abs(self.relative) <= self.margin
-            else "slower"
-            if self.relative < 0
-            else "faster"
-        )
+        if abs(self.relative) <= self.margin:
+            return "same"
+        return "slower" if self.relative < 0 else "faster"
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,10 @@ from ..plan.dispatch import choose
 from ..plan.instances import Choice, Kernel
 from ..plan.tables import Key, Row, by_key
 from .cells import Cell
-from .measure import free_memory, plan_of
-from .report import quartiles
+from .measure import plan_of
 from .runners import prepare_ours
 from .tensors import tensors_of
-from .timer import Timer, take_turns
-from .tune_ranges import Range, part_of
+from .tune_ranges import Range, by_model, medians_of, part_of
 
 LEAST_GAIN, LEAST_GAIN_OF_NARROW, NARROW = 0.01, 0.02, 1.1
 _TRIED, _MEASURED, _RUNS = 8, 2, 11  # widths of a class, pairs of a row, runs of a pair
@@ -55,7 +53,7 @@ def pairs_of(row: Row, device: Device, random: Random) -> list[Pair]:
 
     They are of different classes if the row has as many.
     """
-    by_model = replace(device, name=f"{device.name} by the model")
+    without_file = by_model(device)
     of_classes = []
     for key in random.sample(row.keys, len(row.keys)):
         range_ = Range(key, row.from_cols, row.to_cols, row.step, row)
@@ -65,8 +63,8 @@ def pairs_of(row: Row, device: Device, random: Random) -> list[Pair]:
         for num_cols in widths:
             cell = range_.cell(num_cols)
             problem = plan_of(cell, cell.direction, device).problem
-            of_model = choose(problem, by_model)
-            of_row = choose(problem, by_model, row.strategy, row.tile(problem))
+            of_model = choose(problem, without_file)
+            of_row = choose(problem, without_file, row.strategy, row.tile(problem))
             if (of_model.strategy, of_model.tile) != (of_row.strategy, of_row.tile):
                 of_class.append(Pair(cell, of_model, of_row))
         of_classes.append(of_class)
@@ -84,13 +82,13 @@ def kernels_of(pairs: Sequence[Pair]) -> set[Kernel]:
 def measure_on_gpu(cell: Cell, of_model: Choice, of_row: Choice) -> tuple[float, float]:
     """Median microseconds of both tiles."""
     tensors, _ = tensors_of(cell, seed=cell.num_cols)
+    choices = enumerate((of_model, of_row))
     runners = {
-        name: prepare_ours(cell, tensors, strategy=choice.strategy, tile=choice.tile)
-        for name, choice in (("model", of_model), ("row", of_row))
+        at: prepare_ours(cell, tensors, strategy=each.strategy, tile=each.tile)
+        for at, each in choices
     }
-    samples = take_turns(Timer.on_gpu(), runners, _RUNS)
-    free_memory()
-    return quartiles(samples["model"])[1], quartiles(samples["row"])[1]
+    medians = medians_of(runners, _RUNS)
+    return medians[0], medians[1]
 
 
 def confirm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ EPS = 1e-5
 GEMM = "gemm"
 
 
-class LinearCell(NamedTuple):
+@dataclass(frozen=True)
+class LinearCell:
     """One case. format: "bfloat16" or "fp8". passes: "forward" or "both"."""
 
     num_rows: int
@@ -42,6 +44,11 @@ class Inputs(NamedTuple):
     norm_bias: Any
     weight: Any
     bias: Any
+
+    @property
+    def leaves(self) -> tuple:
+        """What y is differentiated for: x and the parameters."""
+        return (self.x, *self[3:])
 
 
 class Contestant(NamedTuple):
@@ -101,7 +108,7 @@ def _torch_layers(inputs):
         normalized = functional.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, EPS)
         return functional.linear(normalized, weight, bias)
 
-    return forward, (inputs.x, *inputs[3:])
+    return forward, inputs.leaves
 
 
 def _torch(cell, inputs):
@@ -118,14 +125,8 @@ def _torch_compile(cell, inputs):
 
 
 def _layer(cell, inputs, make, **options):
-    module = make(
-        cell.in_features,
-        cell.out_features,
-        EPS,
-        params_dtype=inputs.weight.dtype,
-        device=inputs.x.device,
-        **options,
-    )
+    options |= {"params_dtype": inputs.weight.dtype, "device": inputs.x.device}
+    module = make(cell.in_features, cell.out_features, EPS, **options)
     module.layer_norm_weight, module.layer_norm_bias, module.weight, module.bias = inputs[3:]
     return module
 
@@ -135,10 +136,7 @@ def _cupynorm(cell, inputs, recipe=None, **options):
     from ..nn.recipes import DelayedScaling
     from ..parallel.module import LayerNormLinear
 
-    module, differentiated = (
-        _layer(cell, inputs, LayerNormLinear, **options),
-        (inputs.x, *inputs[3:]),
-    )
+    module, differentiated = _layer(cell, inputs, LayerNormLinear, **options), inputs.leaves
     if cell.format == "bfloat16":
         return partial(module, inputs.x), differentiated
     recipe = recipe or DelayedScaling()
@@ -156,7 +154,7 @@ def _cupynorm_plain(cell, inputs):
     def forward():
         return functional.linear(norm(inputs.x), inputs.weight, inputs.bias)
 
-    return forward, (inputs.x, *inputs[3:])
+    return forward, inputs.leaves
 
 
 def _cupynorm_current(cell, inputs):
@@ -185,7 +183,7 @@ def _in_fp8(cell, inputs, module, region):
 def _transformer_engine(cell, inputs):
     from transformer_engine import pytorch as engine
 
-    module, differentiated = _layer(cell, inputs, engine.LayerNormLinear), (inputs.x, *inputs[3:])
+    module, differentiated = _layer(cell, inputs, engine.LayerNormLinear), inputs.leaves
     if cell.format == "bfloat16":
         return partial(module, inputs.x), differentiated
     return _in_fp8(cell, inputs, module, partial(engine.fp8_autocast, enabled=True)), differentiated

@@ -10,23 +10,13 @@ time   of a replay, by CUDA events, over the number of calls; the contestants in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from ..gpu.environment import environment
 from .contestants import CONTESTANTS, GEMM, Inputs, LinearCell
-from .linear import (
-    LinearMeasurement,
-    LinearResult,
-    able,
-    check_error,
-    inputs_of,
-    measure_all,
-    runner_of,
-)
-from .peers import first_line
-from .report import aligned
+from .linear import READ, LinearMeasurement, check_error, inputs_of, runner_of
+from .peers import fault
+from .timer import take_turns
 
-READ = "read"
 NAMES = (GEMM, "cupynorm", "cupynorm-plain", "torch")
 _FEATURES = (
     (1024, 3072),
@@ -40,22 +30,7 @@ _FEATURES = (
 )
 SHAPES = tuple((rows, *features) for rows in (1, 2, 4, 16, 64) for features in _FEATURES)
 _WEIGHT_BYTES = 2**29  # of all layers: ten times the L2 cache of an H200
-_FEWEST_LAYERS, _WARM_UPS, _SAMPLED_OUTPUTS = 3, 2, 500
-
-
-class DecodingResult(LinearResult):
-    """All cells, printed as a table."""
-
-    def __str__(self) -> str:
-        names = [READ, *self.names()]
-        rows = [["microseconds", *names]]
-        for each in self.measurements:
-            times = [
-                f"{each.median(name):.1f}" if name in each.microseconds else "-" for name in names
-            ]
-            rows.append([str(each.cell), *times])
-        about = "medians of replays of a CUDA graph; read: a copy of half of the weight"
-        return "\n".join([*aligned(rows), "", about, *self.complaints()])
+_FEWEST_LAYERS, _SAMPLED_OUTPUTS = 3, 500
 
 
 Replay = Callable[[], float]
@@ -74,8 +49,7 @@ def record(calls: Sequence[Callable[[], object]]) -> Replay:
     """A CUDA graph of calls. Replaying it returns the microseconds of one of them."""
     import torch
 
-    for call in calls[:1]:
-        call()  # loads kernels
+    calls[0]()  # loads kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -119,32 +93,14 @@ def measure(
             errors[name] = check_error(cell, sample, name, calls[0]()[:, ::step], faults)
             replays[name] = record(calls)
         except Exception as failure:  # a failing contestant must not end the run
-            faults[name] = f"{name} could not run: {first_line(failure)}"
-    samples: dict[str, list[float]] = {name: [] for name in replays}
-    for run in range(_WARM_UPS + runs):
-        for name, replay in replays.items():
-            microseconds = replay()
-            if run >= _WARM_UPS:
-                samples[name].append(microseconds)
+            faults[name] = fault(name, failure)
+    samples = take_turns(_Replays(), replays, runs)
     return LinearMeasurement(cell, samples, errors, {}, faults)
 
 
-def bench_decoding(
-    todo: Sequence[LinearCell],
-    *,
-    runs: int = 30,
-    seed: int = 0,
-    contestants: Sequence[str] | None = None,
-    progress: Callable[..., Iterable] | None = None,
-    command: str = "cupynorm.bench.decoding.bench_decoding()",
-) -> DecodingResult:
-    """Measure todo on the current GPU. The arguments and errors of linear.bench_linear.
+class _Replays:
+    """A timer of what times itself."""
 
-    contestants: by default NAMES.
-    """
-    names, absent = able(contestants or NAMES, runs)
-    settings = {"runs": runs, "seed": seed, "command": command, "graph": True}
-    measurements = measure_all(
-        todo, lambda cell, seed: measure(cell, names, runs, seed), seed, progress
-    )
-    return DecodingResult(environment(), settings, measurements, absent)
+    @staticmethod
+    def sample(replay: Replay) -> float:
+        return replay()

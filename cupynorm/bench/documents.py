@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ..table import as_markdown
 from .cells import COPY, OURS
 from .plot import plot, require_matplotlib
-from .report import BenchResult, Measurement
+from .report import BenchResult, Measurement, by_shape
 
 README, DOCUMENT, CHART = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/speed.svg")
 # The widths of the README's table: powers of two, a width of many models, and an odd one.
@@ -49,9 +50,10 @@ def rewrite_table(text: str, table: str, name: str = "bench") -> str:
 
 def first_family(result: BenchResult) -> BenchResult:
     """The measurements of the first norm and dtype."""
-    families = [(each.cell.norm, each.cell.details) for each in result.measurements]
-    pairs = zip(result.measurements, families)
-    return replace(result, measurements=[each for each, family in pairs if family == families[0]])
+    families: dict[tuple[str, str], list[Measurement]] = {}
+    for each in result.measurements:
+        families.setdefault((each.cell.norm, each.cell.details), []).append(each)
+    return replace(result, measurements=next(iter(families.values()), []))
 
 
 def short_markdown(result: BenchResult) -> str:
@@ -61,15 +63,11 @@ def short_markdown(result: BenchResult) -> str:
     """
     family = first_family(result).measurements
     family = [each for each in family if each.cell.num_cols in SHORT_COLS] or family
-    shapes: dict[int, dict[str, Measurement]] = {}
-    for each in family:
-        shapes.setdefault(each.cell.num_cols, {})[each.cell.direction] = each
     directions = list(dict.fromkeys(each.cell.direction for each in family))
-    rows = [["num_cols"], ["---:"]]
+    rows = [["num_cols"]]
     for direction in directions:
         rows[0] += [f"{direction}: {OURS}", "torch", "best other"]
-        rows[1] += ["---:"] * 3
-    for num_cols, measured in shapes.items():
+    for (num_cols, _), measured in by_shape(family).items():
         cells = (text for name in directions for text in _shares(measured.get(name)))
         rows.append([f"{num_cols:,}", *cells])
     copies = [each.gigabytes_per_second(COPY) / 1e3 for each in family]
@@ -79,9 +77,10 @@ def short_markdown(result: BenchResult) -> str:
     lines += [
         f"{title}: share of a copy's speed ({speed}). Bold: the fastest, or within its spread."
     ]
-    lines += ["", *(f"| {' | '.join(row)} |" for row in rows)]
     # A block, which is scrolled where the command is wider than the page.
-    return "\n".join([*lines, "", f"<pre>{result.settings['command']}</pre>"])
+    return "\n".join(
+        [*lines, "", *as_markdown(rows), "", f"<pre>{result.settings['command']}</pre>"]
+    )
 
 
 def _shares(measured: Measurement | None) -> list[str]:
@@ -94,5 +93,5 @@ def _shares(measured: Measurement | None) -> list[str]:
         return f"**{text}**" if name in measured.fastest else text
 
     own = [share(name) if name in measured.right else "-" for name in (OURS, "torch")]
-    other = next((name for name in measured.right if name not in (OURS, "torch")), None)
+    other = measured.best_of([name for name in measured.samples if name not in (OURS, "torch")])
     return [*own, f"{other} {share(other)}" if other else "-"]

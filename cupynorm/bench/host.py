@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +64,11 @@ class HostResult:
                 for name in names
             ]
             rows.append([case, *shown])
-        return "\n".join(
-            [*aligned(rows), "", "* the least; medians, without waiting for the GPU", *self.faults]
-        )
+        about = "* the least; medians, without waiting for the GPU"
+        return "\n".join([*aligned(rows), "", about, *self.faults])
 
     def to_json(self) -> str:
-        content = {
-            "environment": self.environment,
-            "microseconds": self.microseconds,
-            "faults": self.faults,
-        }
-        return json.dumps(content, indent=1)
+        return json.dumps(asdict(self), indent=1)
 
 
 def time_calls(
@@ -116,12 +111,10 @@ def module_calls(norm: str, label: str, tensors: Tensors) -> dict[str, Callable[
         if tensors.bias is not None:
             module.bias = torch.nn.Parameter(tensors.bias.detach(), record)
         x = tensors.x.detach().requires_grad_(record)
-        forward = partial(module, x)
-        calls[library] = (
-            forward
-            if direction == "forward"
-            else partial(_gradients, forward, (x, *module.parameters()), tensors.dy)
-        )
+        calls[library] = forward = partial(module, x)
+        if direction == "both":
+            inputs = (x, *module.parameters())
+            calls[library] = partial(_gradients, forward, inputs, tensors.dy)
     return calls
 
 
@@ -157,36 +150,19 @@ def host(
         raise ValueError(
             f"eager calls are timed with a GPU and torch {torch.__version__} finds none"
         )
-    names = [
-        name
-        for name in dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
-        if not missing(name)
-    ]
+    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
+    names = [name for name in wanted if not missing(name)]
     microseconds: dict[str, dict[str, float]] = {}
     faults = []
-    cases = [
-        (norm, dtype, shape, call)
-        for norm in norms
-        for dtype in dtypes
-        for shape in shapes
-        for call in CALLS
-    ]
-    for norm, dtype, (num_rows, num_cols), label in (progress or (lambda items, **_: items))(
-        cases, desc="timing", unit="case"
-    ):
+    progress = progress or (lambda items, **_: items)
+    cases = list(product(norms, dtypes, shapes, CALLS))
+    for norm, dtype, (num_rows, num_cols), label in progress(cases, desc="timing", unit="case"):
         direction, record = CALLS[label]
         cell = Cell(norm, direction, dtype, num_rows, num_cols)
         make = partial(torch.randn, dtype=getattr(torch, dtype), device="cuda")
-        x, dy = make(num_rows, num_cols), make(num_rows, num_cols)
-        tensors = Tensors(
-            x,
-            dy,
-            None,
-            make(num_cols),
-            make(num_cols) if norm == "layer_norm" else None,
-            None,
-            None,
-        )
+        x, dy, weight = make(num_rows, num_cols), make(num_rows, num_cols), make(num_cols)
+        bias = make(num_cols) if norm == "layer_norm" else None
+        tensors = Tensors(x, dy, None, weight, bias, None, None)
         calls = {}
         for name in names:
             try:
@@ -198,9 +174,10 @@ def host(
                     raise
                 faults.append(f"{cell}: {fault(name, error)}")
         case = f"{norm} {num_rows} x {num_cols} {dtype}"
-        microseconds[f"{case}, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
-        calls = module_calls(norm, label, tensors)
-        microseconds[f"{case}, module, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
+        of_modules = module_calls(norm, label, tensors)
+        for kind, each in (("", calls), (" module,", of_modules)):
+            times = time_calls(each, rounds, torch.cuda.synchronize)
+            microseconds[f"{case},{kind} {label}"] = times
     return HostResult(environment(), microseconds, faults)
 
 
@@ -246,18 +223,11 @@ class FirstCallResult:
     def __str__(self) -> str:
         rows = [["milliseconds of the first call", "cold", "warm"]]
         rows += [[name, f"{self.cold[name]:.2f}", f"{self.warm[name]:.2f}"] for name in self.cold]
-        return "\n".join(
-            [
-                *aligned(rows),
-                "",
-                "cold: CuPy's cache on disk is empty; warm: it has the kernels, the process is new",
-            ]
-        )
+        about = "cold: CuPy's cache on disk is empty; warm: it has the kernels, the process is new"
+        return "\n".join([*aligned(rows), "", about])
 
     def to_json(self) -> str:
-        return json.dumps(
-            {"environment": self.environment, "cold": self.cold, "warm": self.warm}, indent=1
-        )
+        return json.dumps(asdict(self), indent=1)
 
 
 def first_call(cols: Sequence[int] = (4096, 1024)) -> FirstCallResult:
@@ -276,14 +246,12 @@ def first_call(cols: Sequence[int] = (4096, 1024)) -> FirstCallResult:
 
 
 def _run_first_calls(cols: Sequence[int], cache: str) -> dict[str, float]:
-    path = os.pathsep.join(
-        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-    )
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     variables = os.environ | {"CUPY_CACHE_DIR": cache, "PYTHONPATH": path}
     command = [sys.executable, "-c", _FIRST_CALLS, *map(str, cols)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(
-            f"a process that times its first calls failed: {done.stderr.strip().splitlines()[-1]}"
-        )
+        last = done.stderr.strip().splitlines()[-1]
+        raise RuntimeError(f"a process that times its first calls failed: {last}")
     return json.loads(done.stdout.splitlines()[-1])

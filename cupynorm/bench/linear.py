@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import reference
-from ..gpu import nvrtc
-from ..gpu.environment import environment, has_gpu
+from ..gpu.environment import environment
 from .cells import COPY
 from .contestants import CONTESTANTS, EPS, FORMATS, GEMM, Contestant, Inputs, LinearCell
-from .peers import first_line
+from .measure import check_runs, free_memory
+from .peers import fault, not_importable
 from .report import aligned
 from .timer import Runner, Timer, take_turns
 
@@ -46,6 +46,7 @@ SHAPES = (
 )
 PASSES = ("forward", "both")
 TARGET = "target"
+READ = "read"  # decoding.py
 _OF_TARGET = "cupynorm/target"
 _FEW_ROWS = 256  # a decoder's: forward alone
 _SAMPLED_ROWS = 16
@@ -80,28 +81,22 @@ def inputs_of(cell: LinearCell, device: str, seed: int) -> Inputs:
     wants_gradients = cell.passes == "both"
 
     def normal(*shape, center=0.0, spread=1.0):
-        values = (
-            torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16) * spread
-            + center
-        )
-        return values.requires_grad_(wants_gradients)
+        values = torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return values * spread + center
+
+    def parameter(*shape, **options):
+        return torch.nn.Parameter(normal(*shape, **options), wants_gradients)
 
     x = normal(cell.num_rows, cell.in_features, center=0.5, spread=2.0)
-    parameters = [
-        torch.nn.Parameter(
-            normal(cell.in_features, center=each, spread=0.5).detach(), wants_gradients
-        )
-        for each in (1, 0)
-    ]
-    weight = torch.nn.Parameter(
-        normal(cell.out_features, cell.in_features, spread=cell.in_features**-0.5).detach(),
-        wants_gradients,
-    )
-    bias = torch.nn.Parameter(normal(cell.out_features).detach(), wants_gradients)
+    parameters = [parameter(cell.in_features, center=each, spread=0.5) for each in (1, 0)]
+    spread = cell.in_features**-0.5
+    weight = parameter(cell.out_features, cell.in_features, spread=spread)
+    bias = parameter(cell.out_features)
     with torch.no_grad():
         normalized = functional.layer_norm(x, x.shape[-1:], *parameters, EPS)
-    dy = normal(cell.num_rows, cell.out_features).detach()
-    return Inputs(x, normalized.requires_grad_(wants_gradients), dy, *parameters, weight, bias)
+    dy = normal(cell.num_rows, cell.out_features)
+    x, normalized = (each.requires_grad_(wants_gradients) for each in (x, normalized))
+    return Inputs(x, normalized, dy, *parameters, weight, bias)
 
 
 def runner_of(cell: LinearCell, inputs: Inputs, contestant: Contestant) -> Runner:
@@ -191,9 +186,18 @@ class LinearMeasurement:
     faults: dict[str, str]
 
     def median(self, name: str) -> float:
+        """Microseconds; of _OF_TARGET a ratio. KeyError: it was not measured."""
         if name == TARGET:
             return self.median(GEMM) + self.median(COPY) / _SHARE_OF_COPY
+        if name == _OF_TARGET:
+            return self.median("cupynorm") / self.median(TARGET)
         return statistics.median(self.microseconds[name])
+
+    def in_words(self, name: str) -> str:
+        try:
+            return f"{self.median(name):.{3 if name == _OF_TARGET else 1}f}"
+        except KeyError:
+            return "-"
 
 
 @dataclass
@@ -222,48 +226,36 @@ class LinearResult:
 
     def __str__(self) -> str:
         names = self.names()
-        rows = [["microseconds", *names, TARGET, _OF_TARGET]]
+        with_read = any(READ in each.microseconds for each in self.measurements)
+        shown = [READ, *names] if with_read else [*names, TARGET, _OF_TARGET]
+        rows = [["microseconds", *shown]]
         memory = [["MiB between forward and backward / at most", *names]]
         for each in self.measurements:
-            has_target = GEMM in each.microseconds and COPY in each.microseconds
-            times = [each.microseconds.get(name) and each.median(name) for name in names]
-            shown = [f"{time:.1f}" if time else "-" for time in times]
-            shown.append(f"{each.median(TARGET):.1f}" if has_target else "-")
-            if has_target and "cupynorm" in each.microseconds:
-                shown.append(f"{each.median('cupynorm') / each.median(TARGET):.3f}")
-            else:
-                shown.append("-")
-            rows.append([str(each.cell), *shown])
+            rows.append([str(each.cell), *map(each.in_words, shown)])
             if each.memory:
                 sizes = [each.memory.get(name) for name in names]
                 memory.append([str(each.cell), *map(_mebibytes, sizes)])
-        lines = [
-            *aligned(rows),
-            "",
+        about = (
             f"medians; target: gemm + a copy of the norm's bytes / {_SHARE_OF_COPY}; "
-            f"{_OF_TARGET}: of the default layer",
-        ]
+            f"{_OF_TARGET}: of the default layer"
+        )
+        if with_read:
+            about = "medians of replays of a CUDA graph; read: a copy of half of the weight"
+        lines = [*aligned(rows), "", about]
         if len(memory) > 1:
             lines += ["", *aligned(memory)]
         return "\n".join([*lines, *self.complaints()])
 
     def to_json(self) -> str:
-        measurements = [asdict(each) | {"cell": each.cell._asdict()} for each in self.measurements]
-        content = {
-            "environment": self.environment,
-            "settings": self.settings,
-            "absent": self.absent,
-            "measurements": measurements,
-        }
-        return json.dumps(content, indent=1)
+        return json.dumps(asdict(self), indent=1)
 
 
 def _mebibytes(size: tuple[int, int] | None) -> str:
     return "-" if size is None else f"{size[0] / 2**20:.0f} / {size[1] / 2**20:.0f}"
 
 
-def measure(
-    cell: LinearCell, names: Sequence[str], timer: Timer, runs: int, seed: int, device: str = "cuda"
+def measure_in_turns(
+    timer: Timer, cell: LinearCell, names: Sequence[str], runs: int, seed: int, device: str = "cuda"
 ) -> LinearMeasurement:
     """One cell on a device: the contestants of `names` that run in its format."""
     import torch
@@ -287,22 +279,17 @@ def measure(
             if cell.passes == "both" and device == "cuda":
                 memory[name] = memory_of(cell, inputs, contestant)
         except Exception as failure:  # a failing contestant must not end the run
-            faults[name] = f"{name} could not run: {first_line(failure)}"
+            faults[name] = fault(name, failure)
             continue
         runners[name] = runner
-    return LinearMeasurement(cell, take_turns(timer, runners, runs), errors, memory, faults)
+    samples = take_turns(timer, runners, runs)
+    timer.num_flushes.clear()
+    return LinearMeasurement(cell, samples, errors, memory, faults)
 
 
 def missing(name: str) -> str | None:
     """Why a contestant cannot run here, or None."""
-    import importlib
-
-    for module in filter(None, ("torch", CONTESTANTS[name].needs)):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # a library built for another torch or CUDA fails in its own way
-            return f"{module} could not be imported ({first_line(error)})"
-    return None
+    return not_importable(filter(None, ("torch", CONTESTANTS[name].needs)))
 
 
 def bench_linear(
@@ -313,68 +300,32 @@ def bench_linear(
     contestants: Sequence[str] | None = None,
     progress: Callable[..., Iterable] | None = None,
     command: str = "cupynorm.bench.linear.bench_linear()",
+    names: Sequence[str] = tuple(CONTESTANTS),
+    measure: Callable[[LinearCell, Sequence[str], int, int], LinearMeasurement] | None = None,
 ) -> LinearResult:
     """Measure todo, by default all of `cells()`, on the current GPU.
 
-    contestants: names of CONTESTANTS, by default all that can run. runs, seed, progress, command:
-    as in cupynorm.bench.measure.bench.
+    contestants: some of CONTESTANTS, by default those of names that can run. runs, seed, progress,
+    command: as in cupynorm.bench.measure.bench.
+    measure: of a cell, the contestants, runs and a seed; by default measure_in_turns.
     Returns a LinearResult. Raises ValueError without a GPU and for unknown names,
     MissingLibraryError without CuPy.
     """
     todo = cells() if todo is None else list(todo)
-    names, absent = able(CONTESTANTS if contestants is None else contestants, runs)
-    timer = Timer.on_gpu()
-
-    def measure_cell(cell: LinearCell, seed: int) -> LinearMeasurement:
-        found = measure(cell, names, timer, runs, seed)
-        timer.num_flushes.clear()
-        return found
-
-    settings = {"runs": runs, "seed": seed, "command": command}
-    measurements = measure_all(todo, measure_cell, seed, progress)
-    return LinearResult(environment(), settings, measurements, absent)
-
-
-def able(contestants: Iterable[str], runs: int) -> tuple[list[str], dict[str, str]]:
-    """The contestants that can run, and why the others cannot. Raises as bench_linear."""
-    if runs < 1:
-        raise ValueError(f"runs is {runs}; expected 1 or more")
-    names = list(contestants)
-    unknown = [name for name in names if name not in CONTESTANTS]
+    wanted = names if contestants is None else contestants
+    unknown = [name for name in wanted if name not in CONTESTANTS]
     if unknown:
         raise ValueError(
             f"contestants has {unknown[0]!r}; expected some of {', '.join(CONTESTANTS)}"
         )
-    nvrtc.cupy()
-    if not has_gpu():
-        raise ValueError(
-            "the benchmark measures a GPU and none was found; python -m cupynorm check needs none"
-        )
-    absent = {name: why for name in names if (why := missing(name))}
-    return [name for name in names if name not in absent], absent
-
-
-def measure_all(
-    todo: Sequence[LinearCell],
-    measure: Callable[[LinearCell, int], LinearMeasurement],
-    seed: int,
-    progress: Callable[..., Iterable] | None,
-) -> list[LinearMeasurement]:
-    """Of each cell by measure(cell, seed), with a seed of its own."""
+    check_runs(runs)
+    absent = {name: why for name in wanted if (why := missing(name))}
+    able = [name for name in wanted if name not in absent]
+    measure = measure or partial(measure_in_turns, Timer.on_gpu())
     progress = progress or (lambda items, **_: items)
     measurements = []
     for at, cell in enumerate(progress(todo, desc="measuring", unit="cell")):
-        measurements.append(measure(cell, seed + at))
-        sys.modules["torch"].cuda.empty_cache()
-    return measurements
-
-
-def shape_of(text: str) -> tuple[int, int, int]:
-    """ROWSxINxOUT as three numbers. Raises ValueError for anything else."""
-    parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) for part in parts):
-        raise ValueError(
-            f"{text!r} is no shape; "
-            "expected rows x in_features x out_features, for example 8192x4096x12288"
-        )
-    return int(parts[0]), int(parts[1]), int(parts[2])
+        measurements.append(measure(cell, able, runs, seed + at))
+        free_memory()
+    settings = {"runs": runs, "seed": seed, "command": command}
+    return LinearResult(environment(), settings, measurements, absent)

@@ -64,21 +64,14 @@ def bench(
     what cupynorm raises in the first cell.
     """
     todo = cells() if todo is None else list(todo)
-    if runs < 1:
-        raise ValueError(f"runs is {runs}; expected 1 or more")
     unknown = [name for name in peers or () if name not in PEERS]
     if unknown:
         raise ValueError(f"peers has {unknown[0]!r}; expected some of {', '.join(PEERS)}")
     tiles = [f"{each['strategy']}: {each['tile']}" for each in map(options_of, tiles)]
     if tiles and any(cell.direction == "both" for cell in todo):
         raise ValueError("a tile belongs to one direction; expected cells of forward or backward")
-    nvrtc.cupy()
-    if not has_gpu():
-        raise ValueError(
-            "the benchmark measures a GPU and none was found; python -m cupynorm check needs none"
-        )
-    if seed is None:
-        seed = int(np.random.SeedSequence().generate_state(1)[0])
+    check_runs(runs)
+    seed = fresh_seed() if seed is None else seed
     progress = progress or (lambda items, **_: items)
     wanted = list(dict.fromkeys((OURS, *(PEERS if peers is None else peers))))
     absent = {name: why for name in wanted if (why := missing(name))}
@@ -91,19 +84,48 @@ def bench(
     if jobs > 1:
         compile_ahead(todo, names, seed, jobs, progress)
     timer = Timer.on_gpu()
-    measurements: list[Measurement] = []
+
+    def measure(at: int, cell: Cell) -> Measurement:
+        return measure_cell(cell, names, timer, runs, seed + 8 * at)
+
+    measurements, stopped = measure_each(todo, measure, timer, progress, "cell")
+    settings |= {"stopped": stopped} if stopped else {}
+    return BenchResult(machine, settings, measurements, absent)
+
+
+def measure_each(
+    todo: Sequence[Cell], measure: Callable, timer: Timer, progress: Callable, unit: str
+) -> tuple[list, str | None]:
+    """What measure(at, cell) found of each, and why the run ended early, or None.
+
+    After the first cell an interrupt or an error ends the run: minutes of measurements are kept.
+    """
+    found = []
     try:
-        for at, cell in enumerate(progress(todo, desc="measuring", unit="cell")):
-            measurements.append(measure_cell(cell, names, timer, runs, seed + 8 * at))
+        for at, cell in enumerate(progress(todo, desc="measuring", unit=unit)):
+            found.append(measure(at, cell))
             timer.num_flushes.clear()
             free_memory()
-    except (KeyboardInterrupt, Exception) as failure:  # keep minutes of measurements
-        if not measurements:
+    except (KeyboardInterrupt, Exception) as failure:
+        if not found:
             raise
-        settings["stopped"] = (
-            f"after {len(measurements)} of {len(todo)} cells: {first_line(failure)}"
+        return found, f"after {len(found)} of {len(todo)} {unit}s: {first_line(failure)}"
+    return found, None
+
+
+def check_runs(runs: int) -> None:
+    """Raises ValueError for no runs and without a GPU, MissingLibraryError without CuPy."""
+    if runs < 1:
+        raise ValueError(f"runs is {runs}; expected 1 or more")
+    nvrtc.cupy()
+    if not has_gpu():
+        raise ValueError(
+            "the benchmark measures a GPU and none was found; python -m cupynorm check needs none"
         )
-    return BenchResult(machine, settings, measurements, absent)
+
+
+def fresh_seed() -> int:
+    return int(np.random.SeedSequence().generate_state(1)[0])
 
 
 def free_memory() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -296,13 +296,21 @@ def missing(name: str) -> str | None:
     """Why a peer cannot run here, or None. Imports it."""
     if name == OURS:
         return None
-    for module in ("torch", *PEERS[name].needs):
+    why = not_importable(("torch", *PEERS[name].needs))
+    if why:
+        return why
+    torch = sys.modules["torch"]
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
+
+
+def not_importable(modules: Iterable[str]) -> str | None:
+    """Why one of them cannot be imported, or None."""
+    for module in modules:
         try:
             importlib.import_module(module)
         except Exception as error:  # a library built for another torch or CUDA fails in its own way
             return f"{module} could not be imported ({first_line(error)})"
-    torch = sys.modules["torch"]
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
+    return None
 
 
 def version(name: str) -> str | None:

@@ -22,6 +22,19 @@ def require_matplotlib() -> None:
         ) from error
 
 
+def check_format(path: str | Path) -> None:
+    """Raises ValueError for a name of no format, MissingLibraryError without matplotlib."""
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffix = Path(path).suffix.lower()
+    if suffix.removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(
+            f"{path} is of no known format; expected a name that ends in .png, .svg or another of "
+            "matplotlib's formats"
+        )
+
+
 def plot(result: BenchResult, path: str | Path, *, panel: tuple[float, float] = (6.5, 3.6)) -> None:
     """Draws GB/s over num_cols into a file. Each kind of cell is a panel, the copy is the ceiling.
 
@@ -30,7 +43,7 @@ def plot(result: BenchResult, path: str | Path, *, panel: tuple[float, float] = 
     inches.
     Raises MissingLibraryError without matplotlib, ValueError for an unknown format.
     """
-    require_matplotlib()
+    check_format(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

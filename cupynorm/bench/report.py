@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..table import as_html
+from ..table import as_html, as_markdown
 from .cells import COPY, DIRECTIONS, OURS, Cell
 from .pictures import shares
 
@@ -22,6 +22,16 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
         return (samples[0],) * 3
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
     return low, middle, high
+
+
+def is_faster(samples: Sequence[float], than: Sequence[float], least: float = 0.0) -> bool:
+    """Whether the median is lower by more than half the sum of both spreads.
+
+    A spread is the distance between the quartiles. least: a share by which it is lower, too.
+    """
+    (low, median, high), (other_low, other_median, other_high) = quartiles(samples), quartiles(than)
+    spread = (high - low + other_high - other_low) / 2
+    return other_median - median > max(spread, least * other_median)
 
 
 @dataclass(frozen=True)
@@ -64,16 +74,24 @@ class Measurement:
             key=self.median,
         )
 
+    def best_of(self, names: Sequence[str]) -> str | None:
+        """The fastest of these libraries that was right."""
+        return next((name for name in self.right if name in names), None)
+
     @property
     def fastest(self) -> frozenset[str]:
         """The fastest right library, and those slower by less than half the sum of both spreads."""
+        right, samples = self.right, self.samples
+        return frozenset(name for name in right if not is_faster(samples[right[0]], samples[name]))
 
-        def behind(name: str) -> bool:
-            spreads = (self.spread(each) * self.median(each) for each in (name, best))
-            return self.median(name) - self.median(best) > sum(spreads) / 2
 
-        best = next(iter(self.right), None)
-        return frozenset(name for name in self.right if not behind(name))
+def by_shape(measurements: Sequence[Measurement]) -> dict[tuple[int, int], dict[str, Measurement]]:
+    """(num_cols, num_rows) -> direction -> measurement."""
+    shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
+    for each in measurements:
+        found = shapes.setdefault((each.cell.num_cols, each.cell.num_rows), {})
+        found[each.cell.direction] = each
+    return shapes
 
 
 @dataclass(frozen=True, repr=False)
@@ -204,50 +222,35 @@ class BenchResult:
         others = [name for name in self.libraries if name not in shown]
         measured_directions = {each.cell.direction for each in self.measurements}
         directions = [name for name in DIRECTIONS if name in measured_directions]
-        shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
-        for measured in measurements:
-            cell = measured.cell
-            shapes.setdefault((cell.num_cols, cell.num_rows), {})[cell.direction] = measured
+        shapes = by_shape(measurements)
         with_rows = len({num_cols for num_cols, _ in shapes}) < len(shapes)
-        header = ["num_cols", *(["num_rows"] if with_rows else [])]
+        rows = [["num_cols", *["num_rows"] * with_rows]]
         for direction in directions:
-            header += [f"{direction}: strategy", *shown, *(["best other"] if others else [])]
-        rule = ["---:" if name in (*shown, "best other") else "---" for name in header]
-        lines = [_markdown_row(header), _markdown_row(rule)]
+            rows[0] += [f"{direction}: strategy", *shown, *["best other"] * bool(others)]
         for (num_cols, num_rows), found in shapes.items():
-            row = [f"{num_cols:,}", *([f"{num_rows:,}"] if with_rows else [])]
+            row = [f"{num_cols:,}", *[f"{num_rows:,}"] * with_rows]
             for direction in directions:
                 measured = found.get(direction)
                 row.append(measured.strategy if measured else "")
                 row += [_markdown_cell(measured, name) for name in shown]
                 if others:
-                    right = measured.right if measured else []
-                    best = next((name for name in right if name in others), None)
+                    best = measured and measured.best_of(others)
                     row.append(f"{best} {_markdown_cell(measured, best)}" if best else "-")
-            lines.append(_markdown_row(row))
-        return lines
+            rows.append(row)
+        numbers = (*shown, "best other")
+        words = [at for at, heading in enumerate(rows[0]) if heading not in numbers]
+        return as_markdown(rows, words)
 
     def to_json(self) -> str:
         """Everything, with all samples."""
-        content = {
-            "environment": self.environment,
-            "settings": self.settings,
-            "missing": self.missing,
-            "cells": [
-                {
-                    **asdict(measured.cell),
-                    "num_bytes": measured.cell.num_bytes,
-                    "strategy": measured.strategy,
-                    "microseconds": measured.samples,
-                    "errors": {
-                        name: error if math.isfinite(error) else None
-                        for name, error in measured.errors.items()
-                    },
-                    "faults": measured.faults,
-                }
-                for measured in self.measurements
-            ],
-        }
+        cells = []
+        for measured in self.measurements:
+            errors = {name: e if math.isfinite(e) else None for name, e in measured.errors.items()}
+            more = {"num_bytes": measured.cell.num_bytes, "strategy": measured.strategy}
+            more |= {"microseconds": measured.samples, "errors": errors, "faults": measured.faults}
+            cells.append(asdict(measured.cell) | more)
+        content = {"environment": self.environment, "settings": self.settings}
+        content |= {"missing": self.missing, "cells": cells}
         return json.dumps(content, indent=1, allow_nan=False)
 
     @classmethod
@@ -266,12 +269,9 @@ class BenchResult:
 def _measurement_of(content: dict[str, Any]) -> Measurement:
     # Older files lack newer fields of a cell.
     known = {each.name: content[each.name] for each in fields(Cell) if each.name in content}
-    errors = {
-        name: math.nan if error is None else error for name, error in content["errors"].items()
-    }
-    return Measurement(
-        Cell(**known), content["strategy"], content["microseconds"], errors, content["faults"]
-    )
+    errors = {name: math.nan if e is None else e for name, e in content["errors"].items()}
+    more = (content["strategy"], content["microseconds"], errors, content["faults"])
+    return Measurement(Cell(**known), *more)
 
 
 def read(path: str | Path) -> BenchResult:
@@ -284,7 +284,7 @@ def read(path: str | Path) -> BenchResult:
 
 def aligned(rows: list[list[str]]) -> list[str]:
     """Lines of columns, each as wide as its widest text."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join(f"{text:>{width}}" for text, width in zip(row, widths)).rstrip() for row in rows
     ]
@@ -315,10 +315,6 @@ def _time(measured: Measurement, name: str) -> str:
         return "-"
     mark = "*" if name in measured.fastest else "OFF" if name in measured.faults else ""
     return f"{measured.median(name):.1f}{mark}"
-
-
-def _markdown_row(row: list[str]) -> str:
-    return f"| {' | '.join(row)} |"
 
 
 def _markdown_cell(measured: Measurement | None, name: str) -> str:

@@ -20,11 +20,10 @@ from .timer import Runner
 def _results(cell: Cell, outputs: Any) -> dict[str, Any]:
     """The result of a forward, by name."""
     y, *added = outputs if cell.residual else (outputs,)
-    if cell.scale:
-        if isinstance(y, QuantizedTensor):
-            y = (y.data, y.scale_inv)
-        return dict(zip(("y", "scale_inv", "amax"), y)) | dict(zip(("sum",), added))
-    return {"y": y} | dict(zip(("sum",), added))
+    if isinstance(y, QuantizedTensor):
+        y = (y.data, y.scale_inv)
+    parts = zip(("y", "scale_inv", "amax"), y if cell.scale else (y,))
+    return dict(parts) | dict(zip(("sum",), added))
 
 
 def options_of(tile: str) -> dict[str, Any]:
@@ -62,27 +61,18 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
     refuse(name, cell, wants_gradients)
     dtype = getattr(torch, peer.parameters.get(cell.norm, cell.parameters))
 
-    def operand(tensor: Any) -> Any:
-        return tensor if tensor is None else tensor.detach().requires_grad_(wants_gradients)
-
-    def parameter(tensor: Any) -> Any:
+    def leaf(name: str) -> Any:
+        tensor = getattr(tensors, name)
         if tensor is None:
             return None
-        return torch.nn.Parameter(tensor.detach().to(dtype), wants_gradients)
+        if name in ("weight", "bias"):
+            return torch.nn.Parameter(tensor.detach().to(dtype), wants_gradients)
+        return tensor.detach().requires_grad_(wants_gradients)
 
-    tensors = tensors._replace(
-        x=operand(tensors.x),
-        residual=operand(tensors.residual),
-        weight=parameter(tensors.weight),
-        bias=parameter(tensors.bias),
-    )
-    named_inputs = {
-        "dx": tensors.x,
-        "dweight": tensors.weight,
-        "dbias": tensors.bias,
-        "dresidual": tensors.residual,
-    }
-    inputs = {key: each for key, each in named_inputs.items() if each is not None}
+    names = ("x", "weight", "bias", "residual")
+    tensors = tensors._replace(**{name: leaf(name) for name in names})
+    inputs = {f"d{name}": getattr(tensors, name) for name in names}
+    inputs = {name: each for name, each in inputs.items() if each is not None}
     forward = peer.make(cell, tensors)
     results = partial(_results, cell)
     if cell.direction == "forward":

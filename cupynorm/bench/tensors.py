@@ -83,10 +83,8 @@ def fill(array: Any, seed: int, center: float = 0.0, spread: float = 1.0) -> Non
     cupy = nvrtc.cupy()
     bfloat16 = arrays.dtype_name(array) == "bfloat16"
     store = _ROUND_TO_BFLOAT16 if bfloat16 else "out = value;"
-    inputs, name = (
-        "uint64 seed, float32 center, float32 spread",
-        f"cupynorm_bench_normal_{int(bfloat16)}",
-    )
+    inputs = "uint64 seed, float32 center, float32 spread"
+    name = f"cupynorm_bench_normal_{int(bfloat16)}"
     kernel = cupy.ElementwiseKernel(inputs, "T out", _NORMAL + store, name)
     mixed = int(np.random.default_rng(seed).integers(2**63))
     kernel(np.uint64(mixed), np.float32(center), np.float32(spread), bits(array))
@@ -140,9 +138,8 @@ def tensors_of(cell: Cell, seed: int) -> tuple[Tensors, Runner]:
 
     def copy() -> None:
         stream = cupy.cuda.get_current_stream().ptr
-        on_device = 3  # the kind of copy: device to device
-        cupy.cuda.runtime.memcpyAsync(
-            target.data.ptr, source.data.ptr, num_bytes, on_device, stream
-        )
+        device_to_device = 3
+        addresses = (target.data.ptr, source.data.ptr)
+        cupy.cuda.runtime.memcpyAsync(*addresses, num_bytes, device_to_device, stream)
 
     return Tensors(**{"bias": None, **tensors}), Runner(copy)

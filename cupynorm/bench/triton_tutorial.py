@@ -110,8 +110,8 @@ def _backward_columns(
     tl.store(dbias + cols, tl.sum(dbias_sums, axis=0), mask=cols < num_cols)
 
 
-def _tile(x: torch.Tensor) -> tuple[int, int]:
-    """(block_size, num_warps) for a row of x: the whole row in one block."""
+def _tile(x: torch.Tensor) -> dict[str, int]:
+    """block_size and num_warps for a row of x: the whole row in one block."""
     num_cols = x.shape[-1]
     widest = _WIDEST_ROW_BYTES // x.element_size()
     if num_cols > widest:
@@ -119,28 +119,16 @@ def _tile(x: torch.Tensor) -> tuple[int, int]:
             f"x has {num_cols} columns; a row of {x.dtype} has at most {widest} (64 KiB)"
         )
     block_size = triton.next_power_of_2(num_cols)
-    return block_size, min(max(block_size // 256, 1), 8)
+    return {"block_size": block_size, "num_warps": min(max(block_size // 256, 1), 8)}
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        block_size, num_warps = _tile(x)
         num_rows, num_cols = x.shape
         y = torch.empty_like(x)
         mean, rstd = (torch.empty(num_rows, dtype=torch.float32, device=x.device) for _ in range(2))
-        _forward[(num_rows,)](
-            x,
-            y,
-            weight,
-            bias,
-            mean,
-            rstd,
-            num_cols,
-            eps,
-            block_size=block_size,
-            num_warps=num_warps,
-        )
+        _forward[(num_rows,)](x, y, weight, bias, mean, rstd, num_cols, eps, **_tile(x))
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = bias.dtype
         return y
@@ -148,42 +136,19 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, mean, rstd = ctx.saved_tensors
-        block_size, num_warps = _tile(x)
         num_rows, num_cols = x.shape
         # Narrow rows finish sooner and meet at the locks more often.
-        num_parts = (
-            256 if num_cols <= 1024 else 128 if num_cols <= 4096 else 96 if num_cols <= 8192 else 64
-        )
+        most_cols = {1024: 256, 4096: 128, 8192: 96}
+        num_parts = next((parts for most, parts in most_cols.items() if num_cols <= most), 64)
         parts = torch.zeros(2, num_parts, num_cols, dtype=torch.float32, device=x.device)
         locks = torch.zeros(num_parts, dtype=torch.int32, device=x.device)
         dx = torch.empty_like(x)
         dweight = torch.empty_like(weight)
         dbias = torch.empty(num_cols, dtype=ctx.bias_dtype, device=x.device)
-        _backward_rows[(num_rows,)](
-            x,
-            dy,
-            dx,
-            weight,
-            mean,
-            rstd,
-            parts[0],
-            parts[1],
-            locks,
-            num_cols,
-            num_parts=num_parts,
-            block_size=block_size,
-            num_warps=num_warps,
-        )
-        _backward_columns[(triton.cdiv(num_cols, 128),)](
-            parts[0],
-            parts[1],
-            dweight,
-            dbias,
-            num_cols,
-            num_parts=num_parts,
-            block_rows=32,
-            block_cols=128,
-        )
+        read = (x, dy, dx, weight, mean, rstd)
+        _backward_rows[(num_rows,)](*read, *parts, locks, num_cols, num_parts, **_tile(x))
+        columns = _backward_columns[(triton.cdiv(num_cols, 128),)]
+        columns(*parts, dweight, dbias, num_cols, num_parts, block_rows=32, block_cols=128)
         return dx, dweight, dbias, None
 
 

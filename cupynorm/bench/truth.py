@@ -44,6 +44,11 @@ def _has_nan(array: Any, dtype: str) -> bool:
     return any(bool(each.any()) for each in are_nan)
 
 
+def _largest(array: Any, mask: int) -> int:
+    """The largest magnitude of 8-bit patterns."""
+    return max(int((part & mask).max()) for part in _parts(array))
+
+
 class Truth:
     """float64 results of sampled rows of a cell, and the judgement of a library's outputs."""
 
@@ -83,9 +88,11 @@ class Truth:
         if array is None:
             return None
         raw = bits(array)
-        return np.stack(
-            [decode(raw[int(row)].get(), arrays.dtype_name(array)) for row in self.rows]
-        )
+        return decode(self._rows_of(raw), arrays.dtype_name(array))
+
+    def _rows_of(self, array: Any) -> np.ndarray:
+        """The sampled rows of a CuPy array."""
+        return np.stack([array[int(row)].get() for row in self.rows])
 
     def expected(self, rounded_mean: bool) -> Expected:
         if rounded_mean not in self._expected:
@@ -128,12 +135,12 @@ class Truth:
         cell, format = self.cell, FLOAT8S[self.cell.y]
         table = fp8.decode(np.arange(256, dtype=np.uint8), cell.y)
         raw, scale_inv = bits(outputs["y"]), bits(outputs["scale_inv"])
-        data = table[np.stack([raw[int(row)].get() for row in self.rows])]
+        data = table[self._rows_of(raw)]
         if cell.scale in ("given", "tensor"):
             factors = scale_inv.get().astype(np.float64).reshape(1, 1)
             part_cols = cell.num_cols
         else:
-            factors = np.stack([scale_inv[int(row)].get() for row in self.rows]).astype(np.float64)
+            factors = self._rows_of(scale_inv).astype(np.float64)
             part_cols = cols_of_scale(cell.scale, cell.num_cols)
         if cell.scale == "mx":
             factors = 2.0 ** (factors - 127)
@@ -144,8 +151,7 @@ class Truth:
         if cell.scale == "given":
             wrong = self._fault_of_given_scale(factors[0, 0], raw, outputs)
         elif cell.scale == "tensor":
-            used = table[max(int((part & 0x7F).max()) for part in _parts(raw))]
-            wrong = self._fault_of_found_scale(factors[0, 0], used)
+            wrong = self._fault_of_found_scale(factors[0, 0], table[_largest(raw, 0x7F)])
         else:
             firsts = np.arange(0, cell.num_cols, part_cols)
             used = np.maximum.reduceat(np.abs(data), firsts, axis=1)
@@ -180,13 +186,12 @@ class Truth:
         # Rounding keeps the order of values: amax, scaled and rounded, is the largest of all bytes.
         amax = float(bits(outputs["amax"]).get().reshape(()))
         mask, _ = _MAGNITUDES[self.cell.y]
-        used = max(int((part & mask).max()) for part in _parts(raw))
+        used = _largest(raw, mask)
         byte = int(fp8.encode(np.array([amax * self.scale], np.float32), self.cell.y)[0])
         if byte == used:
             return None
         largest = fp8.decode(np.array([used], np.uint8), self.cell.y)[0] / self.scale
-        expected = f"what is rounded to {largest:.6g}, the largest of y"
-        return f"amax is {amax:.6g}; expected {expected}"
+        return f"amax is {amax:.6g}; expected what is rounded to {largest:.6g}, the largest of y"
 
 
 def verify(runner: Runner, truth: Truth, *, rounded_mean: bool) -> tuple[float, str | None]:

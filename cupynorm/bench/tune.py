@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ..check import kernels as check_kernels
 from ..check.cases import Case, random_problem
 from ..check.cases import Problem as CheckProblem
@@ -36,9 +34,9 @@ from ..plan.devices import Device
 from ..plan.instances import Choice, Kernel
 from ..plan.problem import Problem
 from .cells import COPY, Cell, cells
-from .measure import free_memory, plan_of
+from .measure import check_runs, fresh_seed, measure_each, plan_of
 from .peers import first_line
-from .report import quartiles
+from .report import is_faster, quartiles
 from .runners import prepare_ours
 from .tensors import tensors_of
 from .timer import Timer, take_turns
@@ -50,7 +48,7 @@ _CHECKED_ELEMENTS, _CHECKED_ROWS = 2**16, 8  # at least 8 rows: more than a ring
 
 
 @dataclass(frozen=True)
-class Finding:
+class TunedCell:
     """One cell. A name is a tile in words.
 
     choices: name -> Choice, of the default, which comes first, and of the finalists.
@@ -68,38 +66,30 @@ class Finding:
     left_out: Mapping[str, str]
     off: tuple[str, ...] = ()
 
+    def median(self, name: str) -> float:
+        """Microseconds."""
+        return quartiles(self.samples[name])[1]
+
     @property
     def default(self) -> str:
         return next(iter(self.choices))
 
     @property
     def fastest(self) -> str:
-        return min(self.choices, key=lambda name: quartiles(self.samples[name])[1])
+        return min(self.choices, key=self.median)
 
     @property
     def gain(self) -> float:
         """The speedup of the fastest over the default, as a share."""
-        return (
-            quartiles(self.samples[self.default])[1] / quartiles(self.samples[self.fastest])[1] - 1
-        )
+        return self.median(self.default) / self.median(self.fastest) - 1
 
     @property
     def wins(self) -> bool:
-        return is_faster(self.samples[self.fastest], self.samples[self.default])
+        return is_faster(self.samples[self.fastest], self.samples[self.default], _LEAST_GAIN)
 
     def share(self, name: str) -> float:
         """Speed as a share of the copy's."""
-        return quartiles(self.samples[COPY])[1] / quartiles(self.samples[name])[1]
-
-
-def is_faster(samples: Sequence[float], than: Sequence[float]) -> bool:
-    """Whether the median is lower by more than half the sum of both spreads and by _LEAST_GAIN.
-
-    A spread is the distance between the quartiles.
-    """
-    (low, median, high), (other_low, other_median, other_high) = quartiles(samples), quartiles(than)
-    spread = (high - low + other_high - other_low) / 2
-    return other_median - median > max(spread, _LEAST_GAIN * other_median)
+        return self.median(COPY) / self.median(name)
 
 
 @dataclass(frozen=True)
@@ -111,7 +101,7 @@ class TuneResult:
 
     device: Device
     measured: Mapping[str, Any]
-    findings: list[Finding]
+    findings: list[TunedCell]
     stopped: str | None = None
 
     def __bool__(self) -> bool:
@@ -120,14 +110,10 @@ class TuneResult:
     @property
     def table(self) -> tiles.Table:
         """The winners."""
-        won = {
-            tiles.key(each.problem): (
-                each.choices[each.fastest].strategy,
-                each.choices[each.fastest].tile,
-            )
-            for each in self.findings
-            if each.wins
-        }
+        winners = [
+            (each.problem, each.choices[each.fastest]) for each in self.findings if each.wins
+        ]
+        won = {tiles.key(problem): (best.strategy, best.tile) for problem, best in winners}
         return tiles.Table(self.device, won, self.measured)
 
     def __str__(self) -> str:
@@ -149,13 +135,9 @@ class TuneResult:
                         f"{'':20}  {each.share(each.fastest):.3f}  {each.gain:>+6.1%}  "
                         f"{each.fastest}{verdict}"
                     )
-        reasons = Counter(
-            reason for finding in self.findings for reason in finding.left_out.values()
-        )
-        lines += [
-            "",
-            *(f"left out: {count} candidates, {reason}" for reason, count in reasons.items()),
-        ]
+        left_out = [why for each in self.findings for why in each.left_out.values()]
+        reasons = Counter(left_out).items()
+        lines += ["", *(f"left out: {count} candidates, {reason}" for reason, count in reasons)]
         lines += [f"OFF: {sentence}" for finding in self.findings for sentence in finding.off]
         num_won = sum(finding.wins for finding in self.findings)
         lines.append(
@@ -172,18 +154,16 @@ def tune(
     jobs: int = 1,
     seed: int | None = None,
     progress: Callable[..., Iterable] | None = None,
-    command: str = "cupynorm.tune.tune()",
+    command: str = "cupynorm.bench.tune.tune()",
 ) -> TuneResult:
     """Measure the candidates of every cell on the current GPU, beside the choice of dispatch.
 
     It removes a table that cupynorm.use_tiles has set.
 
-    todo: cells of one direction each, by default those of cupynorm.bench.cells.cells().
-    runs: samples of the default and of each finalist.
-    jobs: processes that compile ahead.
-    seed: of the random data, fresh if None.
-    progress: wraps iterables, as tqdm does.
-    command: the command that made the result, recorded in the table.
+    todo: cells of one direction each, by default those of cupynorm.bench.cells.cells(). runs:
+    samples of the default and of each finalist. jobs: processes that compile ahead. seed: of the
+    random data, fresh if None. progress: wraps iterables, as tqdm does. command: that made the
+    result, recorded in the table.
 
     Returns a TuneResult; its `table` is what cupynorm.use_tiles reads. After the first cell, an
     interrupt (Ctrl-C) or a failure ends the run, and the result has the findings so far.
@@ -192,46 +172,27 @@ def tune(
     """
     todo = cells() if todo is None else list(todo)
     progress = progress or (lambda items, **_: items)
-    if runs < 1:
-        raise ValueError(f"runs is {runs}; expected 1 or more")
     for cell in todo:
         if cell.direction == "both" or cell.extras:
             raise ValueError(
                 f"todo has {cell}; tune measures forward or backward, without residual, "
                 "out_dtype or zero_centered"
             )
-    nvrtc.cupy()
-    if not environment.has_gpu():
-        raise ValueError(
-            "tune measures a GPU and none was found; "
-            "python -m cupynorm plan shows what is chosen without one"
-        )
-    if seed is None:
-        seed = int(np.random.SeedSequence().generate_state(1)[0])
+    check_runs(runs)
+    seed = fresh_seed() if seed is None else seed
     tiles.use(None)
     device = launch.current_device()
     measured = {**environment.environment(), "runs": runs, "command": command}
     tried = {cell: candidates(plan_of(cell, cell.direction).problem, device) for cell in todo}
-    faults = compile_all(
-        {choice.kernel for choices in tried.values() for choice in choices}, jobs, progress
-    )
+    kernels = {choice.kernel for choices in tried.values() for choice in choices}
+    faults = compile_all(kernels, jobs, progress)
     timer = Timer.on_gpu()
-    findings: list[Finding] = []
-    try:
-        for at, cell in enumerate(progress(todo, desc="measuring", unit="problem")):
-            findings.append(_measure(cell, tried[cell], faults, timer, runs, seed + 8 * at))
-            timer.num_flushes.clear()
-            free_memory()
-    except (KeyboardInterrupt, Exception) as failure:  # keep minutes of measurements
-        if not findings:
-            raise
-        return TuneResult(
-            device,
-            measured,
-            findings,
-            f"after {len(findings)} of {len(todo)} problems: {first_line(failure)}",
-        )
-    return TuneResult(device, measured, findings)
+
+    def measure(at: int, cell: Cell) -> TunedCell:
+        return _measure(cell, tried[cell], faults, timer, runs, seed + 8 * at)
+
+    findings, stopped = measure_each(todo, measure, timer, progress, "problem")
+    return TuneResult(device, measured, findings, stopped)
 
 
 def compile_all(
@@ -240,7 +201,7 @@ def compile_all(
     """kernel -> why it is left out, or None. Compiled kernels stay in CuPy's cache on disk."""
     kernels = sorted(kernels, key=lambda kernel: kernel.name_expression)
     shown = {"total": len(kernels), "desc": "compiling", "unit": "kernel"}
-    if jobs == 1:
+    if jobs == 1 or not kernels:
         return dict(zip(kernels, progress(map(fault_of, kernels), **shown)))
     context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
     with concurrent.futures.ProcessPoolExecutor(min(jobs, len(kernels)), context) as pool:
@@ -262,17 +223,14 @@ def fault_of(kernel: Kernel) -> str | None:
 
 def _measure(
     cell: Cell, choices: list[Choice], faults: Mapping, timer: Timer, runs: int, seed: int
-) -> Finding:
+) -> TunedCell:
     named = {f"{choice.strategy}: {choice.tile}": choice for choice in choices}
     default = next(iter(named))
     problem = plan_of(cell, cell.direction).problem
     small = random_problem(_few_rows(cell), seed)
     where = check_kernels.GpuCheckMachine(nvrtc.cupy().cuda.runtime.getDevice())
-    left_out = {
-        name: faults[choice.kernel]
-        for name, choice in named.items()
-        if name != default and faults[choice.kernel]
-    }
+    left_out = {name: faults[choice.kernel] for name, choice in named.items()}
+    left_out = {name: why for name, why in left_out.items() if why and name != default}
     off: list[str] = []
 
     def without_wrong(names: Iterable[str], find_wrong: Callable[[str], str | None]) -> list[str]:
@@ -305,15 +263,8 @@ def _measure(
     finalists = sorted(screened, key=lambda name: quartiles(screened[name])[1])[:_FINALISTS]
     timed = {name: runners[name] for name in dict.fromkeys((default, *finalists))}
     samples = take_turns(timer, {COPY: copy} | timed, runs)
-    return Finding(
-        cell,
-        problem,
-        {name: named[name] for name in timed},
-        samples,
-        len(names),
-        left_out,
-        tuple(off),
-    )
+    chosen = {name: named[name] for name in timed}
+    return TunedCell(cell, problem, chosen, samples, len(names), left_out, tuple(off))
 
 
 def _few_rows(cell: Cell) -> Case:

@@ -9,11 +9,11 @@ from ..check.cases import DIRECTIONS, NORMS
 from ..command_line import Commands, check_folders, number, positive, positives, several
 from ..dtypes import DTYPES
 from ..gpu import launch
-from ..gpu.environment import has_gpu
 from ..plan import tables
 from . import confirm, tune, tune_ranges
 from .cells import COLS, cells
-from .command import bar, check_elements, command_of
+from .command import bar, command_of
+from .measure import check_runs
 
 
 def add_to(commands: Commands) -> None:
@@ -62,29 +62,21 @@ def run_device_file(arguments: argparse.Namespace) -> int:
     path = Path(arguments.device_file)
     check_folders(path)
     rows = tables.read_rows(path) if path.exists() else []
-    if not has_gpu():
-        raise ValueError(
-            "tune measures a GPU and none was found; `plan` shows what is chosen without one"
-        )
+    check_runs(arguments.runs)
 
     def compile_ahead(kernels: set) -> object:
         return tune.compile_all(kernels, arguments.jobs, bar)
 
     timing = {"part": arguments.part, "seconds": arguments.seconds, "seed": arguments.seed or 0}
+    device = launch.current_device()
     if arguments.confirm:
-        device = launch.current_device()
         kept, num_measured, num_left = confirm.confirm(
             rows, device, **timing, compile_ahead=compile_ahead
         )
         tables.write_rows(path, kept)
         print(f"{num_measured} rows measured, {num_left} of them left out; {path} has the others")
         return 0
-    winners, done = tune_ranges.tune_ranges(
-        rows,
-        launch.current_device(),
-        **timing,
-        compile_ahead=compile_ahead,
-    )
+    winners, done = tune_ranges.tune_ranges(rows, device, **timing, compile_ahead=compile_ahead)
     tables.write_rows(path, tune_ranges.merged(rows, winners, done))
     faster = f"{len(winners)} of them have a tile 2% or more faster than the model's"
     print(f"{len(done)} ranges measured, {faster}; {path} has them")
@@ -97,7 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         return run_device_file(arguments)
     output = Path(arguments.output)
     check_folders(output)
-    check_elements(arguments)
     todo = cells(
         arguments.norm,
         arguments.dtype,

@@ -14,27 +14,28 @@ measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from math import exp, inf, log
 from operator import truediv
 from random import Random
 
+from ..dtypes import DTYPES
 from ..gpu import launch
 from ..plan import tables
 from ..plan.candidates import candidates
 from ..plan.devices import Device
 from ..plan.dispatch import choose
 from ..plan.instances import Kernel
-from ..plan.problem import Problem, Tile
+from ..plan.problem import SCALINGS, Problem, Tile
 from ..plan.tables import COUNTS, Row
 from .cells import Cell
 from .measure import free_memory, plan_of
 from .report import quartiles
 from .runners import prepare_ours
 from .tensors import tensors_of
-from .timer import Timer, take_turns
+from .timer import Runner, Timer, take_turns
 from .truth import Truth, verify
 from .tune import fault_of
 
@@ -66,23 +67,17 @@ class Range:
 
     def widths(self, random: Random, count: int = _WIDTHS) -> list[int]:
         """Random widths of the range, whose rows have exactly the alignment of the class."""
-        pack = int(self.words[0]) // (4 if self.key[2] == "float32" else 2)
+        alignment = int(self.words[0])
+        pack = alignment // DTYPES[self.key[2]].itemsize
         step = max(self.step, pack)
-        fitting = [
-            cols
-            for cols in range(-(-self.from_cols // step) * step, self.to_cols + 1, step)
-            if cols
-        ]
-        if int(self.words[0]) < 16:
-            fitting = [cols for cols in fitting if cols % (2 * pack)]
+        multiples = range(-(-max(1, self.from_cols) // step) * step, self.to_cols + 1, step)
+        fitting = [cols for cols in multiples if alignment >= 16 or cols % (2 * pack)]
         return sorted(random.sample(fitting, min(count, len(fitting))))
 
     def cell(self, num_cols: int) -> Cell:
         direction, norm, dtype, _ = self.key
-        scale = next(
-            (word for word in self.words if word in ("given", "tensor", "row", "block", "mx")), None
-        )
-        size = 4 if dtype == "float32" else 2
+        scale = next((word for word in self.words if word in SCALINGS), None)
+        size = DTYPES[dtype].itemsize
         return Cell(
             norm,
             direction,
@@ -144,33 +139,21 @@ def _neighbours(row: Row) -> Iterable[Row]:
 
 def rows_to_try(range_: Range, problems: Sequence[Problem], device: Device) -> list[Row]:
     """Rows whose tile fits every problem; the first has the model's tile of the middle width."""
-    by_model = replace(device, name=f"{device.name} by the model")
+    without_file = by_model(device)
     middle = problems[len(problems) // 2]
-    direction, norm, dtype, kind = range_.key
-    chosen = choose(middle, by_model)
-    empty = Row(
-        direction,
-        norm,
-        dtype,
-        kind,
-        "",
-        "",
-        range_.from_cols,
-        range_.to_cols,
-        range_.step,
-        *([0] * len(COUNTS)),
-    )
-    tried = [
-        _like(empty, choice.tile, choice.strategy)
-        for choice in (chosen, *candidates(middle, device))
-    ]
+    _, norm, dtype, _ = range_.key
+    chosen = choose(middle, without_file)
+    widths = (range_.from_cols, range_.to_cols, range_.step)
+    empty = Row(*range_.key, "", "", *widths, *([0] * len(COUNTS)))
+    choices = (chosen, *candidates(middle, device))
+    tried = [_like(empty, choice.tile, choice.strategy) for choice in choices]
     own = [replace(range_.row, norm=norm, dtype=dtype, gain=None, date="")] if range_.row else []
     tried[1:1] = [*own, *(near for row in (*own, tried[0]) for near in _neighbours(row))]
     fitting = []
     for row in dict.fromkeys(tried):
         try:
             for problem in problems:
-                choose(problem, by_model, row.strategy, row.tile(problem))
+                choose(problem, without_file, row.strategy, row.tile(problem))
         except ValueError:
             continue
         fitting.append(row)
@@ -190,29 +173,37 @@ def best_of(
         for each in times
     ]
     at = max(range(len(rows)), key=gains.__getitem__)
-    return (
-        replace(rows[at], gain=round(gains[at], 3), date=str(date.today()))
-        if gains[at] >= LEAST_GAIN
-        else None
-    )
+    if gains[at] < LEAST_GAIN:
+        return None
+    return replace(rows[at], gain=round(gains[at], 3), date=str(date.today()))
 
 
 def measure_on_gpu(cell: Cell, tiles: Sequence[tuple[str, Tile]], seed: int = 0) -> list[float]:
     """Median microseconds of each tile; infinite if it spills or its result is wrong."""
     problem = plan_of(cell, cell.direction).problem
     device = launch.current_device()
-    faults = [fault_of(choose(problem, device, strategy, tile).kernel) for strategy, tile in tiles]
     tensors, _ = tensors_of(cell, seed)
     truth, runners = Truth(cell, tensors, seed), {}
-    for at, ((strategy, tile), fault) in enumerate(zip(tiles, faults)):
-        runner = None if fault else prepare_ours(cell, tensors, strategy=strategy, tile=tile)
-        if runner and not verify(runner, truth, rounded_mean=strategy == "uncached")[1]:
-            runners[str(at)] = runner
-    samples = take_turns(Timer.on_gpu(), runners, _RUNS)
+    for at, (strategy, tile) in enumerate(tiles):
+        if fault_of(choose(problem, device, strategy, tile).kernel):
+            continue
+        runner = prepare_ours(cell, tensors, strategy=strategy, tile=tile)
+        if not verify(runner, truth, rounded_mean=strategy == "uncached")[1]:
+            runners[at] = runner
+    medians = medians_of(runners, _RUNS)
+    return [medians.get(at, inf) for at in range(len(tiles))]
+
+
+def medians_of(runners: Mapping[int, Runner], runs: int) -> dict[int, float]:
+    """Median microseconds of each, in turns."""
+    samples = take_turns(Timer.on_gpu(), runners, runs)
     free_memory()
-    return [
-        quartiles(samples[str(at)])[1] if str(at) in samples else inf for at in range(len(tiles))
-    ]
+    return {name: quartiles(each)[1] for name, each in samples.items()}
+
+
+def by_model(device: Device) -> Device:
+    """The device under a name that has no data file."""
+    return replace(device, name=f"{device.name} by the model")
 
 
 def _prepared(range_: Range, random: Random, device: Device) -> tuple:
@@ -243,7 +234,7 @@ def tune_ranges(
     compile_ahead: receives the kernels of the next ranges before they are measured.
     """
     end, random = time.monotonic() + seconds, Random(seed)
-    by_model = replace(device, name=f"{device.name} by the model")
+    without_file = by_model(device)
     winners, done = [], []
     ranges = part_of([each for each in ranges_of(rows) if each.is_measured], part)
     ahead: dict[Range, tuple] = {}
@@ -260,7 +251,7 @@ def tune_ranges(
             continue
         times, model = [[] for _ in tried], []
         for cell, problem in zip(cells, problems):
-            own = choose(problem, by_model)
+            own = choose(problem, without_file)
             of_width = measure(
                 cell,
                 [(own.strategy, own.tile), *((row.strategy, row.tile(problem)) for row in tried)],
@@ -290,21 +281,20 @@ def merged(rows: Sequence[Row], winners: Sequence[Row], done: Sequence[Range]) -
     # Rows of the widest step first: a family of widths comes before the range that contains it.
     for row in sorted([*kept, *winners], key=lambda row: (*row.keys[0], -row.step, row.from_cols)):
         last = whole[-1] if whole else None
-        if (
-            last
-            and replace(
-                last, to_cols=row.to_cols, from_cols=row.from_cols, gain=row.gain, date=row.date
+        if last and _is_continued(last, row):
+            gains = [gain for gain in (last.gain, row.gain) if gain is not None]
+            to_cols = max(last.to_cols, row.to_cols)
+            row = replace(
+                row, from_cols=last.from_cols, to_cols=to_cols, gain=min(gains, default=None)
             )
-            == row
-        ):
-            if row.from_cols <= last.to_cols + max(row.step, 16):
-                gains = [gain for gain in (last.gain, row.gain) if gain is not None]
-                whole[-1] = replace(
-                    last,
-                    to_cols=max(last.to_cols, row.to_cols),
-                    gain=min(gains, default=None),
-                    date=row.date,
-                )
-                continue
+            whole.pop()
         whole.append(row)
     return whole
+
+
+def _is_continued(last: Row, row: Row) -> bool:
+    """Whether a row has the tile of the one before it, and begins where that ends."""
+    alike = replace(
+        last, from_cols=row.from_cols, to_cols=row.to_cols, gain=row.gain, date=row.date
+    )
+    return alike == row and row.from_cols <= last.to_cols + max(row.step, 16)

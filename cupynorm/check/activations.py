@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,11 +57,11 @@ class Activations:
             return None if values is None else decode(encode(values, to), to)
 
         x = rounded(self.x[at], "x")
-        names = [
-            dtype or self.dtypes.get(name) if values is not None else None
-            for name, values in (("weight", self.weight), ("bias", self.bias))
-        ]
-        case = Case(norm, *x.shape, dtype or self.dtypes["x"], None, *names, eps=self.eps)
+        dtypes = {
+            name: None if getattr(self, name) is None else dtype or self.dtypes.get(name)
+            for name in ("weight", "bias")
+        }
+        case = Case(norm, *x.shape, dtype or self.dtypes["x"], **dtypes, eps=self.eps)
         dy = random_problem(case, seed).dy if self.dy is None else rounded(self.dy[at], "x")
         return Problem(case, x, dy, rounded(self.weight, "weight"), rounded(self.bias, "bias"))
 
@@ -95,60 +96,64 @@ def read(
         )
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    arrays_found = {}
-    for name, (array, dtype) in _READERS[path.suffix](path).items():
-        if (
-            dtype in DTYPES
-            and array is not None
-            and (array.size or name.rpartition("/")[2] in (*_FIELDS, "input"))
-        ):
-            arrays_found[name] = (decode(array, dtype), dtype)
-        else:
-            why = f"dtype {dtype}" if dtype not in DTYPES else "no elements"
-            note(f"{path.name}: {name or 'the array'} is left out, it has {why}")
 
-    for name in [each for each in arrays_found if each.rpartition("/")[2] == "input"]:
+    def leave_out(name: str, why: str) -> None:
+        note(f"{path.name}: {name or 'the array'} is left out, it has {why}")
+
+    found: dict[str, Stored] = {}
+    for name, (array, dtype) in _READERS[path.suffix](path).items():
+        if dtype not in DTYPES:
+            leave_out(name, f"dtype {dtype}")
+        elif array.size or name.rpartition("/")[2] in (*_FIELDS, "input"):
+            found[name] = Stored(decode(array, dtype), dtype)
+        else:
+            leave_out(name, "no elements")
+    for name in [each for each in found if each.rpartition("/")[2] == "input"]:
         x = name.removesuffix("input") + "x"
-        if x not in arrays_found:
-            arrays_found[x] = arrays_found.pop(name)
-    for name, (values, dtype) in arrays_found.items():
+        if x not in found:
+            found[x] = found.pop(name)
+    for name, stored in found.items():
         prefix, slash, field = name.rpartition("/")
         prefix += slash
-        if field in _FIELDS and field != "x" and prefix + "x" in arrays_found:
+        if field in _FIELDS and field != "x" and prefix + "x" in found:
             continue  # belongs to the x beside it
-        if values.ndim == 0 or values.size == 0:
-            why = f"shape {values.shape} and no row to normalise"
-            note(f"{path.name}: {name or 'the array'} is left out, it has {why}")
-        elif field == "x":
-            others = {
-                other: arrays_found[prefix + other]
-                for other in _FIELDS[1:]
-                if prefix + other in arrays_found
-            }
-            yield _together(f"{path.stem}/{prefix}".rstrip("/"), (values, dtype), others)
-        else:
-            yield _together(f"{path.stem}/{name}".rstrip("/"), (values, dtype), {})
+        shape = stored.values.shape
+        if not shape or 0 in shape:
+            leave_out(name, f"shape {shape} and no row to normalise")
+            continue
+        others, label = {}, name
+        if field == "x":
+            others = {each: found[prefix + each] for each in _FIELDS[1:] if prefix + each in found}
+            label = prefix
+        yield _together(f"{path.stem}/{label}".rstrip("/"), stored, others)
 
 
-def _together(
-    name: str, x: tuple[np.ndarray, str], others: dict[str, tuple[np.ndarray, str]]
-) -> Activations:
+class Stored(NamedTuple):
+    """An array of a file as float64, and its dtype there."""
+
+    values: np.ndarray
+    dtype: str
+
+
+def _together(name: str, x: Stored, others: dict[str, Stored]) -> Activations:
     """One norm's tensors, their shapes checked."""
-    values, dtype = x
-    shape = values.shape
+    shape = x.values.shape
     last = shape[-1:]
     for field, expected in {"dy": shape, "weight": last, "bias": last, "eps": ()}.items():
-        found = others[field][0].shape if field in others else expected
+        found = others[field].values.shape if field in others else expected
         if found != expected:
             raise ValueError(
                 f"{name}: {field} has shape {found}, x has {shape}; expected {expected}"
             )
-    arrays = {field: array for field, (array, _) in others.items() if field != "eps"}
-    if "dy" in arrays:
-        arrays["dy"] = arrays["dy"].reshape(-1, shape[-1])
-    eps = float(others["eps"][0]) if "eps" in others else 1e-5
-    dtypes = {"x": dtype, **{field: stored for field, (_, stored) in others.items()}}
-    return Activations(name, values.reshape(-1, shape[-1]), dtypes, **arrays, eps=eps)
+    fields = {field: each.values for field, each in others.items()}
+    if "dy" in fields:
+        fields["dy"] = fields["dy"].reshape(-1, shape[-1])
+    if "eps" in fields:
+        fields["eps"] = float(fields["eps"])
+        if not np.isfinite(fields["eps"]):
+            raise ValueError(f"{name}: eps is {fields['eps']}; expected a finite number")
+    dtypes = {field: each.dtype for field, each in {"x": x, **others}.items()}
+    return Activations(name, x.values.reshape(-1, shape[-1]), dtypes, **fields)
 
 
 # Readers: name -> (array in its storage dtype, name of the dtype); None for an unknown dtype.
@@ -157,11 +162,9 @@ def _together(
 def _read_numpy(path: Path) -> dict[str, tuple[np.ndarray | None, str]]:
     try:
         loaded = np.load(path, allow_pickle=False)
-        arrays = (
-            {"": loaded}
-            if isinstance(loaded, np.ndarray)
-            else {name: loaded[name] for name in loaded.files}
-        )
+        arrays = {"": loaded}
+        if not isinstance(loaded, np.ndarray):
+            arrays = {name: loaded[name] for name in loaded.files}
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
         if "allow_pickle" in str(error):
             raise ValueError(
@@ -202,11 +205,9 @@ def _read_safetensors(path: Path) -> dict[str, tuple[np.ndarray | None, str]]:
                 raise ValueError(f"{name} has shape {entry['shape']}")
             if not 0 <= first <= last <= len(data):
                 raise ValueError(f"{name} is at bytes {first} to {last} of {len(data)}")
-            values = np.frombuffer(data[first:last], DTYPES[dtype].storage.newbyteorder("<"))
-            arrays[name] = (
-                values.astype(DTYPES[dtype].storage, copy=False).reshape(entry["shape"]),
-                dtype,
-            )
+            storage = DTYPES[dtype].storage
+            values = np.frombuffer(data[first:last], storage.newbyteorder("<"))
+            arrays[name] = values.astype(storage, copy=False).reshape(entry["shape"]), dtype
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable .safetensors file: {error}") from error
     return arrays
@@ -232,17 +233,14 @@ def _read_torch(path: Path) -> dict[str, tuple[np.ndarray | None, str]]:
     def collect(value: object, name: str) -> None:
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            if dtype not in DTYPES or value.layout is not torch.strided:
-                arrays[name] = (
-                    None,
-                    dtype if dtype not in DTYPES else f"{dtype} in layout {value.layout}",
-                )
+            if value.layout is not torch.strided:
+                dtype = f"{dtype} in layout {value.layout}"
+            if dtype not in DTYPES:
+                arrays[name] = None, dtype
                 return
             value = value.detach().cpu().contiguous()
-            arrays[name] = (
-                (value.view(torch.int16) if dtype == "bfloat16" else value).numpy(),
-                dtype,
-            )
+            value = value.view(torch.int16) if dtype == "bfloat16" else value
+            arrays[name] = value.numpy(), dtype
         elif isinstance(value, float):
             arrays[name] = (np.asarray(value), "float64")  # an eps, as Python saves it
         elif isinstance(value, (dict, list, tuple)):

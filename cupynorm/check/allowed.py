@@ -128,12 +128,9 @@ def expect(
     exact_sum = scaled_x if problem.residual is None else scaled_x + problem.residual
     is_own = added is not None and case.has_own_sum
     x = added if is_own else decode(encode(exact_sum, case.sum), case.sum)
-    rows = _Rows(problem, x, rounded_mean)
     with np.errstate(all="ignore"):
-        rows.bound(e_backward)
+        rows = _Rows(problem, x, rounded_mean, e_backward)
         expected = rows.outputs()
-        if rows.centered:
-            expected["mean"] = rows.mean_of_row()
         second = _second_output(problem, rows)
         if second:
             expected["y1"] = second["y"]
@@ -182,23 +179,28 @@ class _Rows:
     Attributes as in the docstring of this module: u, g, w, x_hat, e (of forward), e_backward.
     """
 
-    def __init__(self, problem: Problem, x: np.ndarray, rounded_mean: bool) -> None:
-        """x: the rows that are normalised."""
+    def __init__(
+        self,
+        problem: Problem,
+        x: np.ndarray,
+        rounded_mean: bool,
+        e_backward: np.ndarray | None,
+    ) -> None:
+        """x: the rows that are normalised. e_backward: None for the usual."""
         case = problem.case
         self.problem, self.x, self.rounded_mean = problem, x, rounded_mean
         self.centered = case.norm == "layer_norm"
         self.options = {"zero_centered_weight": case.zero_centered_weight}
-        self.mean = np.zeros(case.num_rows)
-        self.centered_x = x
         norm = reference.layer_norm if self.centered else reference.rms_norm
         result = norm(x, problem.weight, problem.bias, case.eps, **self.options)
-        if self.centered:
-            self.mean, self.centered_x = result.mean, _centered(x)
+        self.mean = result.mean if self.centered else np.zeros(case.num_rows)
+        self.centered_x = _centered(x) if self.centered else x
         self.y, self.rstd = result.y, result.rstd
         self.u = compute_dtype(case.sum).half_ulp
         self.g = self.u * (4 + np.sqrt(case.num_cols))
         is_wide = compute_dtype(case.sum).name == "float64"
         self.t, self.f = (_LAST, 0.0) if is_wide else (_FLUSHED, _FLUSHED)
+        self._bound_x_hat(e_backward)
 
     @cached_property
     def factor(self) -> np.ndarray:
@@ -215,8 +217,7 @@ class _Rows:
             )
         return reference.rms_norm_backward(*given, self.rstd, problem.weight, **self.options)
 
-    def bound(self, e_backward: np.ndarray | None) -> None:
-        """Computes the bounds of x_hat. e_backward: of backward, None for the usual."""
+    def _bound_x_hat(self, e_backward: np.ndarray | None) -> None:
         case, u, g = self.problem.case, self.u, self.g
         columns = self.rstd[:, None]
         self.x_hat = self.centered_x * columns
@@ -314,12 +315,18 @@ class _Rows:
         return of_products + half_ulp(self.y, case.dtype("y"))
 
     def outputs(self) -> Expected:
-        """y and rstd."""
+        """y, rstd, and mean in LayerNorm."""
         of_mean = self.of_mean[:, 0] ** 2 if self.rounded_mean else 0.0
         of_mean = of_mean + self.of_variance[:, 0] + self.of_distance[:, 0]
         of_rstd = self.rstd * (self.g * self.amplified[:, 0] + self.u + of_mean)
         of_y = np.abs(self.w) * self.e + self._allowed_of_affine()
-        return {"y": (self.y, of_y), "rstd": (self.rstd, of_rstd)}
+        expected = {"y": (self.y, of_y), "rstd": (self.rstd, of_rstd)}
+        if self.centered:
+            of_rounding = (self.g if self.rounded_mean else self.u) * np.abs(self.mean)
+            spread = self.g * np.abs(self.centered_x).mean(axis=1)
+            stored = half_ulp(self.mean, compute_dtype(self.problem.case.sum).name)
+            expected["mean"] = self.mean, of_rounding + spread + stored + _FLUSHED
+        return expected
 
     def recomputed(self) -> tuple[np.ndarray, np.ndarray]:
         """y as backward writes it again."""
@@ -330,12 +337,6 @@ class _Rows:
         total, dtype = dx.sum(axis=0), self.problem.case.dx_sum
         of_rows = 2 * np.sqrt((allowed**2).sum(axis=0)) + self._allowed_of_sum_over_rows(dx)
         return total, of_rows + half_ulp(total, dtype)
-
-    def mean_of_row(self) -> tuple[np.ndarray, np.ndarray]:
-        of_rounding = (self.g if self.rounded_mean else self.u) * np.abs(self.mean)
-        spread = self.g * np.abs(self.centered_x).mean(axis=1)
-        stored = compute_dtype(self.problem.case.sum).name
-        return self.mean, of_rounding + spread + half_ulp(self.mean, stored) + _FLUSHED
 
     def gradients_of_parameters(self) -> Expected:
         """dweight and dbias, those that there are."""

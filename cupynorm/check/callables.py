@@ -19,7 +19,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -107,7 +106,6 @@ def imported(text: str, label: str) -> Callable:
     return value
 
 
-@dataclass(frozen=True)
 class Callables:
     """What is checked instead of the kernels, and the library of its arrays.
 
@@ -116,42 +114,43 @@ class Callables:
     Raises ValueError for functions that do not go together or are not callable.
     """
 
-    function: Callable | None = None
-    forward: Callable | None = None
-    backward: Callable | None = None
-    library: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.function is not None and (self.forward or self.backward):
+    def __init__(
+        self,
+        function: Callable | None = None,
+        forward: Callable | None = None,
+        backward: Callable | None = None,
+        library: str | None = None,
+    ) -> None:
+        named = {"function": function, "forward": forward, "backward": backward}
+        self.given = {label: each for label, each in named.items() if each is not None}
+        self.library = library
+        if function is not None and len(self.given) > 1:
             raise ValueError(
                 "function is given together with forward or backward; expected function alone, "
                 "whose backward is autograd's, or forward, backward or both"
             )
-        for label, function in self._given().items():
-            if not callable(function):
-                raise ValueError(
-                    f"{label} is of type {type(function).__name__}; expected a callable"
-                )
+        for label, each in self.given.items():
+            if not callable(each):
+                raise ValueError(f"{label} is of type {type(each).__name__}; expected a callable")
 
     def __bool__(self) -> bool:
-        return bool(self._given())
-
-    def _given(self) -> dict[str, Callable]:
-        named = {label: getattr(self, label) for label in _ORDER}
-        return {label: function for label, function in named.items() if function is not None}
+        return bool(self.given)
 
     def _bound(self, label: str, norm: str) -> tuple[list[str], dict[str, str]]:
         order = [name for name in _ORDER[label] if name != "mean" or norm == "layer_norm"]
-        return bind(self._given()[label], order, label)
+        return bind(self.given[label], order, label)
 
-    def takes(self, norm: str) -> set[str]:
-        """Which of weight and bias the functions take. Backward alone may also return dbias."""
-        taken = {"bias"} if self._given().keys() == {"backward"} else set()
-        return (self.operands(norm) | taken) & {"weight", "bias"}
+    def absent(self, norm: str) -> dict[str, None]:
+        """Which of weight and bias no function takes, as fields of a case. Backward alone may
+        return dbias without a bias."""
+        if not self:
+            return {}
+        taken = {"bias"} if self.given.keys() == {"backward"} else set()
+        return dict.fromkeys({"weight", "bias"} - self.operands(norm) - taken)
 
     def operands(self, norm: str) -> set[str]:
         """The operands that the functions get."""
-        every = (self._bound(label, norm) for label in self._given())
+        every = (self._bound(label, norm) for label in self.given)
         return {name for positional, names in every for name in (*positional, *names.values())}
 
     def run(
@@ -170,35 +169,32 @@ class Callables:
         for name in ("weight", "bias", "x", "dy"):
             dtype = dtypes.get(name) or case.dtype(name)
             layout = (layouts or {}).get(name, "contiguous")
-            is_flat = layout == THREE_DIMENSIONS
-            operand = library.put(
-                getattr(problem, name), dtype, "contiguous" if is_flat else layout
-            )
-            operands[name] = operand[:, None] if is_flat else operand
+            is_deep = layout == THREE_DIMENSIONS
+            layout = "contiguous" if is_deep else layout
+            operand = library.put(getattr(problem, name), dtype, layout)
+            operands[name] = operand[:, None] if is_deep else operand
 
         def call(label: str) -> Any:
             positional, names = self._bound(label, case.norm)
             keywords = {name: operands[operand] for name, operand in names.items()}
-            returned = self._given()[label](
-                *(operands[operand] for operand in positional), **keywords
-            )
+            returned = self.given[label](*map(operands.get, positional), **keywords)
             _check_unchanged(label, problem, operands, library)
             return returned
 
         results: dict[str, Any] = {}
-        if self.function is not None and library.name == "torch":
+        if "function" in self.given and library.name == "torch":
             results = _differentiated(lambda: call("function"), operands)
-        elif self.function is not None:
+        elif "function" in self.given:
             results = {"y": call("function")}
-        if self.forward is not None:
+        source = dict.fromkeys(results, "function")
+        if "forward" in self.given:
             results |= _split(call("forward"), _FORWARD[case.norm], "forward")
-        if self.backward is not None:
+            source |= dict.fromkeys(_FORWARD[case.norm], "forward")
+        if "backward" in self.given:
             # Not forward's own: one wrong statistic would make all gradients wrong, too.
             operands |= _statistics(problem, library)
             results |= _split(call("backward"), _BACKWARD, "backward")
-        source = dict.fromkeys(results, "function")
-        if self.function is None:
-            source = {name: "backward" if name in _BACKWARD else "forward" for name in results}
+            source |= dict.fromkeys(_BACKWARD, "backward")
         checked = {}
         for name, value in results.items():
             try:

@@ -199,6 +199,8 @@ def given_problem(
     if x.ndim < 1:
         raise ValueError("input has no dimension to normalise over; expected at least one")
     num_cols = x.shape[-1]
+    if not num_cols:
+        raise ValueError(f"input has shape {x.shape}; expected at least one column")
     x = x.reshape(-1, num_cols)
     parameters = {"weight": _on_host(weight, "weight"), "bias": _on_host(bias, "bias")}
     for label, (values, _) in parameters.items():

@@ -11,16 +11,16 @@ from functools import partial
 from tqdm import tqdm
 
 from .. import __version__
-from ..command_line import Commands, number, positive, several
+from ..command_line import Commands, finite, number, positive, several
 from ..dtypes import DTYPES
 from ..gpu import environment, on_cpu
 from ..plan.devices import Device
+from ..table import as_text
 from . import activations, kernels
 from .callables import Callables, imported
 from .cases import DIRECTIONS, NORMS
 from .entries import (
     Entry,
-    Wanted,
     file_entries,
     grid_shapes,
     plan_of,
@@ -28,10 +28,9 @@ from .entries import (
     random_entries,
     trap_entries,
 )
-from .gradient_check import check
+from .gradient_check import check, check_callables, check_kernels
 from .libraries import LIBRARIES
 from .results import CheckResult, Finding, worst_of
-from .run import run_kernels
 from .trials import Trial
 
 _MAX_SHOWN = 12  # findings that are off
@@ -62,7 +61,7 @@ def add_to(commands: Commands) -> None:
     add("--traps", action="store_true", help="data and layouts on which other norms failed")
     norm = "the norm that is checked; by default both, of functions layer_norm"
     add("--norm", choices=NORMS, help=norm)
-    add("--eps", type=float, metavar="EPS", help="by default that of a file, else 1e-5")
+    add("--eps", type=finite, metavar="EPS", help="by default that of a file, else 1e-5")
     own = parser.add_argument_group(
         "your own functions",
         "They are checked in place of the kernels, on random data or on files. Their parameters "
@@ -99,48 +98,34 @@ def shapes(text: str) -> list[tuple[int, int]]:
 def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if all is within what the dtypes allow, else 1."""
     labels = ("function", "forward", "backward")
-    named = {label: getattr(arguments, label) for label in labels}
-    if any(named.values()):
+    named = {label: getattr(arguments, label) for label in labels if getattr(arguments, label)}
+    if named:
         return run_functions(arguments, named)
     for name in ("library", "dtype", "shape"):
         if getattr(arguments, name):
             raise ValueError(
                 f"--{name} is given without --function, --forward or --backward; expected one"
             )
-    on = arguments.on or ("gpu" if environment.has_gpu() else "cpu")
-    if on == "gpu" and not environment.has_gpu():
-        raise ValueError(
-            "--on gpu: CuPy finds no GPU (or is not installed); "
-            "--on cpu runs the same kernels on the CPU"
-        )
-    where = kernels.machine("gpu") if on == "gpu" else kernels.CpuMachine(seed=arguments.seed)
-    print(describe(on, where.device), end="\n\n", flush=True)
-    entries = entries_of(arguments, on, where.device)
-    if on == "cpu":
+    where = kernels.machine(arguments.on, arguments.seed)
+    print(describe(where), end="\n\n", flush=True)
+    entries = entries_of(arguments, where)
+    if where.on == "cpu":
         compile_on_cpu(entries, where.device)
-    results = []
-    for entry in tqdm(entries, desc="checking", unit="case", leave=False):
-        findings = []
-        rounded_mean = kernels.uses_welford(entry.case, where.device)
-        for trial in entry.make():
-            got = run_kernels(trial.problem, where, trial.layouts or None)
-            findings += trial.judged(got, rounded_mean=rounded_mean)
-        results.append((entry, findings))
-    return report(results, where.device)
+    results = [
+        (entry, check_kernels(entry.make(), where).findings)
+        for entry in tqdm(entries, desc="checking", unit="case", leave=False)
+    ]
+    print(table(results, where.device), end="\n\n")
+    off = sum(not all(finding.ok for finding in each) for _, each in results)
+    cases = f"in {off} of {len(results)} cases" if off else f"in {len(results)} cases"
+    return report([finding for _, each in results for finding in each], cases)
 
 
-def _arrays_of(files: Sequence[str]) -> list[activations.Activations]:
-    recorded = [each for path in files for each in activations.read(path, print)]
-    if not recorded:
-        raise ValueError(f"{', '.join(files)} have no array of floats; expected at least one")
-    return recorded
-
-
-def run_functions(arguments: argparse.Namespace, named: dict[str, str | None]) -> int:
-    """Checks functions, given as MODULE:NAME or None by label, and returns the exit code."""
+def run_functions(arguments: argparse.Namespace, named: dict[str, str]) -> int:
+    """Checks functions, MODULE:NAME by label, and returns the exit code."""
     if arguments.on or arguments.quick:
         raise ValueError("--on or --quick is given with your own functions; expected neither")
-    functions = {label: imported(text, f"--{label}") for label, text in named.items() if text}
+    functions = {label: imported(text, f"--{label}") for label, text in named.items()}
     norm = arguments.norm or NORMS[0]
     if arguments.files:
         if arguments.traps or arguments.dtype or arguments.shape:
@@ -148,37 +133,56 @@ def run_functions(arguments: argparse.Namespace, named: dict[str, str | None]) -
                 "--traps, --dtype or --shape is given with files; expected none of them"
             )
         own = Callables(**functions, library=arguments.library)
-        result = CheckResult()
-        for each in _arrays_of(arguments.files):
-            each = each if arguments.eps is None else replace(each, eps=arguments.eps)
-            absent = {"weight", "bias"} - own.takes(norm)
-            trial = Trial(replace(each, **dict.fromkeys(absent)).problem(norm), each.name)
-            result.findings += trial.judged(own.run(trial.problem), rounded_mean=True)
+        recorded = [replace(each, **own.absent(norm)) for each in _arrays_of(arguments)]
+        trials = [Trial(each.problem(norm), each.name) for each in recorded]
+        result = check_callables(trials, own)
     else:
         result = check(
             **functions,
             norm=norm,
-            eps=1e-5 if arguments.eps is None else arguments.eps,
+            **_eps_of(arguments),
             library=arguments.library,
             traps=arguments.traps,
-            shapes=arguments.shape or [(64, 768)],
+            shapes=arguments.shape,
             dtypes=arguments.dtype or ["float32"],
             seed=arguments.seed,
             progress=partial(tqdm, desc="checking", unit="case", leave=False),
         )
-    print(result.summary(), end="\n\n")
-    off = [finding for finding in result.findings if not finding.ok]
-    if off:
-        print(CheckResult(off[:_MAX_SHOWN]), end="\n\n")
-    checked = f"{len(result.findings)} tensors of {', '.join(filter(None, named.values()))}"
+    return report(result.findings, f"of {', '.join(named.values())}")
+
+
+def _arrays_of(arguments: argparse.Namespace) -> list[activations.Activations]:
+    """Those of the files, or the shipped ones, with the eps that is given."""
+    recorded = [each for path in arguments.files for each in activations.read(path, print)]
+    if arguments.files and not recorded:
+        raise ValueError(
+            f"{', '.join(arguments.files)} have no array of floats; expected at least one"
+        )
+    return [replace(each, **_eps_of(arguments)) for each in recorded or activations.shipped()]
+
+
+def _eps_of(arguments: argparse.Namespace) -> dict[str, float]:
+    return {} if arguments.eps is None else {"eps": arguments.eps}
+
+
+def report(findings: Sequence[Finding], checked: str) -> int:
+    """Prints the worst of each tensor, what is off and a last line. Returns the exit code."""
+    print(CheckResult(findings).summary(), end="\n\n")
+    off = [finding for finding in findings if not finding.ok]
     if not off:
-        print(f"OK: every element of {checked} is within what its dtype allows")
+        print(
+            f"OK: every element of {len(findings)} tensors {checked} is within what its dtype "
+            "allows"
+        )
         return 0
-    print(f"OFF: {len(off)} of {checked} are beyond what their dtypes allow")
+    print(CheckResult(off[:_MAX_SHOWN]), end="\n\n")
+    print(
+        f"OFF: {len(off)} of {len(findings)} tensors {checked} are beyond what their dtypes allow"
+    )
     return 1
 
 
-def describe(on: str, device: Device) -> str:
+def describe(where: kernels.Machine) -> str:
     """The GPU, the libraries, and where the kernels run."""
     machine = environment.environment()
     named = (
@@ -192,27 +196,32 @@ def describe(on: str, device: Device) -> str:
     ]
     gpu = f"{machine['gpu']}, driver {machine['driver']}" if machine["gpu"] else "no GPU"
     lines = [f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"]
-    if on == "cpu":
+    if where.on == "cpu":
         lines.append(
             f"The .cu files are compiled by {on_cpu.compiler()} and run on the CPU, planned for an "
-            f"{device.name}."
+            f"{where.device.name}."
         )
     return "\n".join(lines)
 
 
-def entries_of(arguments: argparse.Namespace, on: str, device: Device) -> list[Entry]:
+def entries_of(arguments: argparse.Namespace, where: kernels.Machine) -> list[Entry]:
     """What the arguments ask to check."""
-    norms = (arguments.norm,) if arguments.norm else NORMS
-    wanted = Wanted(on, norms, arguments.eps, arguments.seed)
+    norms, seed, eps = (
+        (arguments.norm,) if arguments.norm else NORMS,
+        arguments.seed,
+        _eps_of(arguments),
+    )
+    dtypes = _QUICK_DTYPES if arguments.quick else list(DTYPES)
     if arguments.files:
-        return file_entries(_arrays_of(arguments.files), [None], wanted)
+        return file_entries(_arrays_of(arguments), norms, [None], where.on, seed)
     if arguments.traps:
-        return trap_entries(_QUICK_DTYPES if arguments.quick else list(DTYPES), wanted)
+        return trap_entries(norms, dtypes, seed, **eps)
+    entries = file_entries(_arrays_of(arguments), norms, dtypes, where.on, seed)
     if arguments.quick:
-        entries = file_entries(activations.shipped(), _QUICK_DTYPES, wanted)
-        return entries + random_entries(quick_shapes(device), _QUICK_DTYPES[1:], wanted)
-    entries = file_entries(activations.shipped(), list(DTYPES), wanted)
-    return entries + random_entries(grid_shapes(device, on), list(DTYPES), wanted)
+        shapes, dtypes = quick_shapes(where.device), dtypes[1:]
+    else:
+        shapes = grid_shapes(where.device, where.on)
+    return entries + random_entries(shapes, norms, dtypes, seed, **eps)
 
 
 def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
@@ -226,28 +235,6 @@ def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
             part = instances[first : first + batch]
             on_cpu.compile_many(part)
             bar.update(len(part))
-
-
-def report(results: Sequence[tuple[Entry, list[Finding]]], device: Device) -> int:
-    """Prints the tables and a last line, and returns the exit code."""
-    print(table(results, device), end="\n\n")
-    findings = [finding for _, each in results for finding in each]
-    print(CheckResult(findings).summary(), end="\n\n")
-    off = [finding for finding in findings if not finding.ok]
-    cases = f"{len(results)} cases"
-    if not off:
-        print(
-            f"OK: every element of {len(findings)} tensors in {cases} is within what its dtype "
-            "allows"
-        )
-        return 0
-    print(CheckResult(off[:_MAX_SHOWN]), end="\n\n")
-    num_cases = sum(not all(finding.ok for finding in each) for _, each in results)
-    print(
-        f"OFF: {len(off)} of {len(findings)} tensors in {num_cases} of {cases} are beyond what "
-        "their dtypes allow"
-    )
-    return 1
 
 
 def table(results: Sequence[tuple[Entry, list[Finding]]], device: Device) -> str:
@@ -269,7 +256,4 @@ def table(results: Sequence[tuple[Entry, list[Finding]]], device: Device) -> str
         used = strategies[norm, name]
         names = ["/".join(dict.fromkeys(used[direction])) for direction in DIRECTIONS]
         rows.append([norm, name, *names, *(verdicts.get(dtype, "-") for dtype in dtypes)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip() for row in rows
-    )
+    return as_text(rows)

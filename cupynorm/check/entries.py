@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from ..dtypes import DTYPES
@@ -13,9 +14,8 @@ from ..plan.devices import Device
 from ..plan.dispatch import Plan
 from ..plan.strategies import STRATEGIES
 from .activations import Activations
-from .callables import Callables
-from .cases import DIRECTIONS, NORMS, Case
-from .traps import allowed_of, trap_trials
+from .cases import DIRECTIONS, Case
+from .traps import trap_trials
 from .trials import Trial, default_trials
 
 # Elements of x in one case, by where the kernels run. Most of the time goes into the float64
@@ -34,80 +34,60 @@ class Entry(NamedTuple):
     make: Callable[[], list[Trial]]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What all entries have in common. on: "gpu" or "cpu". eps: None for a file's own, or 1e-5.
-
-    seed: of random values.
-    """
-
-    on: str
-    norms: tuple[str, ...] = NORMS
-    eps: float | None = None
-    seed: int = 0
-
-    def case(self, norm: str, num_rows: int, num_cols: int, dtype: str, **options: Any) -> Case:
-        if self.eps is not None:
-            options["eps"] = self.eps
-        return Case(norm, num_rows, num_cols, dtype, **options)
-
-
-class Shape(NamedTuple):
-    """Random rows. strategy: None leaves the choice to dispatch."""
-
-    num_rows: int
-    num_cols: int
-    strategy: str | None = None
-
-    def __str__(self) -> str:
-        forced = f", {self.strategy} forced" if self.strategy else ""
-        return f"random, {self.num_rows} x {self.num_cols}{forced}"
+Shape = tuple[int, int, str | None]  # num_rows, num_cols, and the strategy that is forced
 
 
 def file_entries(
-    recorded: Iterable[Activations], dtypes: Sequence[str | None], wanted: Wanted
+    recorded: Sequence[Activations],
+    norms: Sequence[str],
+    dtypes: Sequence[str | None],
+    on: str,
+    seed: int = 0,
 ) -> list[Entry]:
-    """Activations in each norm and dtype. dtypes: None keeps the stored one."""
-    recorded, entries = list(recorded), []
-    for norm in wanted.norms:
-        for each in recorded:
-            each = each if wanted.eps is None else replace(each, eps=wanted.eps)
-            for dtype in dtypes:
-                most = _FILE_ELEMENTS[wanted.on]
-                problem = each.problem(norm, dtype, max_elements=most, seed=wanted.seed)
-                num_rows, num_cols = each.x.shape
-                is_sample = problem.case.num_rows < num_rows
-                sampled = f"{problem.case.num_rows} of " if is_sample else ""
-                label = each.name.rpartition("layer_norms/")[2]
-                name = f"{label}, {sampled}{num_rows} x {num_cols}"
-                trials = [Trial(problem)]
-                entries.append(Entry(name, problem.case, lambda trials=trials: trials))
-    return entries
-
-
-def random_entries(shapes: Iterable[Shape], dtypes: Sequence[str], wanted: Wanted) -> list[Entry]:
-    """Random tensors of these shapes in each norm and dtype, and again with a NaN in one row."""
-    shapes, entries = list(shapes), []
-    for norm in wanted.norms:
-        for shape in shapes:
-            for dtype in dtypes:
-                extents = (shape.num_rows, shape.num_cols)
-                case = wanted.case(norm, *extents, dtype, strategy=shape.strategy)
-                make = lambda case=case: default_trials(case, wanted.seed)  # noqa: E731
-                entries.append(Entry(str(shape), case, make))
-    return entries
-
-
-def trap_entries(dtypes: Sequence[str], wanted: Wanted) -> list[Entry]:
-    """All traps of the kernels in each norm and dtype."""
+    """Activations in each norm and dtype. dtypes: None keeps the stored one. on: "gpu" or "cpu"."""
     entries = []
-    for norm in wanted.norms:
-        allowed = allowed_of(Callables(), norm)
-        for dtype in dtypes:
-            for trial in trap_trials(wanted.case(norm, 0, 0, dtype), allowed, wanted.seed):
-                case = trial.problem.case
-                name = f"{trial.name}, {case.num_rows} x {case.num_cols}"
-                entries.append(Entry(name, case, lambda trial=trial: [trial]))
+    for norm, each, dtype in product(norms, recorded, dtypes):
+        problem = each.problem(norm, dtype, max_elements=_FILE_ELEMENTS[on], seed=seed)
+        num_rows, num_cols = each.x.shape
+        is_sample = problem.case.num_rows < num_rows
+        sampled = f"{problem.case.num_rows} of " if is_sample else ""
+        label = each.name.rpartition("layer_norms/")[2]
+        name = f"{label}, {sampled}{num_rows} x {num_cols}"
+        entries.append(Entry(name, problem.case, partial(list, [Trial(problem)])))
+    return entries
+
+
+def random_entries(
+    shapes: Sequence[Shape],
+    norms: Sequence[str],
+    dtypes: Sequence[str],
+    seed: int = 0,
+    **options: Any,
+) -> list[Entry]:
+    """Random tensors of these shapes in each norm and dtype, and again with a NaN in one row.
+
+    options: of the cases.
+    """
+    entries = []
+    for norm, (num_rows, num_cols, strategy), dtype in product(norms, shapes, dtypes):
+        case = Case(norm, num_rows, num_cols, dtype, strategy=strategy, **options)
+        forced = f", {strategy} forced" if strategy else ""
+        name = f"random, {num_rows} x {num_cols}{forced}"
+        entries.append(Entry(name, case, partial(default_trials, case, seed)))
+    return entries
+
+
+def trap_entries(
+    norms: Sequence[str], dtypes: Sequence[str], seed: int = 0, **options: Any
+) -> list[Entry]:
+    """All traps of the kernels in each norm and dtype. options: of the cases."""
+    entries = []
+    for norm, dtype in product(norms, dtypes):
+        case = Case(norm, 0, 0, dtype, **options)
+        for trial in trap_trials(case, seed=seed):
+            case = trial.problem.case
+            name = f"{trial.name}, {case.num_rows} x {case.num_cols}"
+            entries.append(Entry(name, case, partial(list, [trial])))
     return entries
 
 
@@ -143,8 +123,8 @@ def grid_shapes(device: Device, on: str) -> list[Shape]:
         fewest = 1 if num_cols >= 2**20 else 2
         return min(_GRID_ROWS[on], max(_GRID_ELEMENTS[on] // num_cols, fewest))
 
-    shapes = [Shape(num_rows(num_cols), num_cols) for num_cols in sorted(widths)]
-    return shapes + [Shape(3, 4096, name) for name in names if name in forced]
+    shapes: list[Shape] = [(num_rows(num_cols), num_cols, None) for num_cols in sorted(widths)]
+    return shapes + [(3, 4096, name) for name in names if name in forced]
 
 
 def quick_shapes(device: Device) -> list[Shape]:
@@ -152,11 +132,9 @@ def quick_shapes(device: Device) -> list[Shape]:
 
     Strategies for wide rows are forced on narrower ones.
     """
-    shapes = [Shape(61, 33), Shape(16, 768)]
-    for name in strategies_of(device):
-        if name != "warp":
-            shapes += [Shape(3, 4095, name), Shape(3, 4096, name)]
-    return shapes
+    names = [name for name in strategies_of(device) if name != "warp"]
+    forced = [(3, num_cols, name) for name in names for num_cols in (4095, 4096)]
+    return [(61, 33, None), (16, 768, None), *forced]
 
 
 def plan_of(case: Case, device: Device, direction: str) -> Plan:

@@ -16,23 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ..dtypes import compute_dtype, decode, encode
-from ..gpu.arrays import Rows
-from ..norm.arguments import Call, backward_call, forward_call
+from ..norm.arguments import backward_call, forward_call
 from ..norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors, summed
 from ..norm.request import BackwardOptions, ForwardOptions, Options
 from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
 from .allowed import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
-from .diagnosis import diagnosis
-from .judged import Judged
-from .kernels import CpuMachine, GpuCheckMachine, uses_welford
-from .results import Finding, dtype_of, errors_of, judge
+from .diagnosis import UNKNOWN, Diagnosis, described
+from .judged import Candidate, Judged, best_of
+from .kernels import Machine, uses_welford
+from .results import Finding, dtype_of, judge
+from .run import Tensors
 
 KINDS = ("full", "cols", "rows", "one")
 _DIFFERENCES = 1e-9
@@ -140,15 +141,13 @@ def expect_with_functor(problem: FunctorProblem, rounded_mean: bool = False) -> 
     compute = compute_dtype(case.x).name
     for name, array in problem.arrays.items():
         exact, allowed = of_arrays[name]
-        own = case.x if array.shape == exact.shape else compute
-        allowed = allowed + half_ulp(exact, own)
-        expected[f"d{name}"] = summed(exact, array.shape), summed(allowed, array.shape)
-        if array.shape != exact.shape:
+        is_full = array.shape == exact.shape
+        allowed = summed(allowed + half_ulp(exact, case.x if is_full else compute), array.shape)
+        if not is_full:
             count = exact.size // max(1, array.size)
             u = compute_dtype(case.x).half_ulp
-            value, allowed = expected[f"d{name}"]
-            rounding = u * count * summed(np.abs(exact), array.shape)
-            expected[f"d{name}"] = value, allowed + rounding
+            allowed = allowed + u * count * summed(np.abs(exact), array.shape)
+        expected[f"d{name}"] = summed(exact, array.shape), allowed
     return expected
 
 
@@ -217,39 +216,6 @@ def _rows(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 # Running the kernels.
 
 
-class _Arrays:
-    """Arrays where kernels run, by name; outputs hold NaN before they run."""
-
-    def __init__(self, where: CpuMachine | GpuCheckMachine) -> None:
-        self.where, self.there, self.rows, self.addresses = where, {}, {}, {}
-
-    def add(
-        self, name: str, array_and_address: tuple[object, int], shape: tuple[int, ...], dtype: str
-    ) -> None:
-        self.there[name], self.addresses[name] = (array_and_address[0], dtype), array_and_address[1]
-        num_rows = shape[0] if len(shape) == 2 else 1
-        self.rows[name] = Rows(array_and_address[1], num_rows, shape[-1], shape[-1], dtype)
-
-    def put(self, name: str, values: np.ndarray | None, dtype: str | None) -> None:
-        if values is not None:
-            self.add(name, self.where.put(encode(values, dtype)), values.shape, dtype)
-
-    def make(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        self.add(name, self.where.empty(shape, dtype), shape, dtype)
-
-    def some(self, *names: str) -> dict[str, Rows]:
-        return {name: self.rows[name] for name in names if name in self.rows}
-
-    def get(self, name: str) -> np.ndarray:
-        array, dtype = self.there[name]
-        return decode(self.where.get(array), dtype)
-
-    def launch(self, call: Call) -> None:
-        self.where.name_tensors(self.addresses)
-        for each, words in zip(call.launches, call.fill(self.addresses)):
-            self.where.launch(each, words)
-
-
 class FunctorRun(NamedTuple):
     """What kernels computed, by the name of the tensor, and the plans of "forward" and "backward".
 
@@ -260,31 +226,23 @@ class FunctorRun(NamedTuple):
     plans: dict[str, Plan]
 
 
-def run_with_functor(
-    functor_problem: FunctorProblem, where: CpuMachine | GpuCheckMachine
-) -> FunctorRun:
+def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> FunctorRun:
     """y, mean, rstd, dx, dweight, dbias and d<array> of the kernels."""
-    case, problem, role = (
-        functor_problem.problem.case,
-        functor_problem.problem,
-        functor_problem.role,
-    )
-    shape, dtype = problem.x.shape, case.x
-    compute, centered = compute_dtype(dtype).name, case.norm == "layer_norm"
-    own = _Arrays(where)
-    own.put("x", problem.x, dtype)
-    for name in ("weight", "bias"):
-        own.put(name, getattr(problem, name), case.dtype(name))
+    problem, role = functor_problem.problem, functor_problem.role
+    case, shape, functor = problem.case, problem.x.shape, functor_problem.functor
+    compute, centered = compute_dtype(case.x).name, case.norm == "layer_norm"
+    tensors = Tensors(where)
+    for name in ("x", "weight", "bias"):
+        tensors.put(name, getattr(problem, name), case.dtype(name))
     placed = []
     for name, values in functor_problem.arrays.items():
-        own.put(f"{role}.{name}", values, dtype)
+        tensors.put(f"{role}.{name}", values, case.x)
         num_rows, num_cols = values.shape
         stride = num_cols if num_rows > 1 else 0
-        rows = Rows(own.addresses[f"{role}.{name}"], num_rows, shape[1], stride, dtype)
+        rows = tensors.rows[f"{role}.{name}"]._replace(num_cols=shape[1], row_stride=stride)
         placed.append(PlacedArray(rows, 1, 2**62, num_cols == 1 < shape[1]))
-    functor = PlacedFunctor(
-        functor_problem.functor, tuple(functor_problem.numbers.values()), tuple(placed)
-    )
+    numbers = tuple(functor_problem.numbers.values())
+    placed_functor = PlacedFunctor(functor, numbers, tuple(placed))
     options = ForwardOptions(
         centered,
         shape[1:],
@@ -292,42 +250,38 @@ def run_with_functor(
         case.zero_centered_weight,
         launch=Options(case.strategy, case.tile, case.statistics),
     )
-    own.make("y", shape, case.dtype("y"))
-    own.make("rstd", shape[:1], compute)
+    tensors.make("y", shape, case.dtype("y"))
+    tensors.make("rstd", shape[:1], compute)
     if centered:
-        own.make("mean", shape[:1], compute)
-    functors = PlacedFunctors(**{role: functor})
-    read = own.some("x", "weight", "bias")
-    call = forward_call(where.device, read | own.some("y"), options, "forward", functors)
-    own.launch(call)
+        tensors.make("mean", shape[:1], compute)
+    functors = PlacedFunctors(**{role: placed_functor})
+    operands = tensors.some("x", "weight", "bias", "y")
+    call = forward_call(where.device, operands, options, "forward", functors)
+    tensors.launch(call, tensors.rows)
     plans = {"forward": call.plan}
-    names = ["y", "rstd", *(["mean"] if centered else [])]
-    sums = {}
-    if functor_problem.functor.backward is not None:
-        own.put("dy", problem.dy, case.dtype("y"))
-        own.make("dx", shape, dtype)
-        names.append("dx")
+    if functor.backward is not None:
+        tensors.put("dy", problem.dy, case.dtype("y"))
+        tensors.make("dx", shape, case.x)
         for name in ("weight", "bias"):
-            if name in own.rows:
-                own.make(f"d{name}", shape[1:], case.dtype(name))
-                names.append(f"d{name}")
+            if name in tensors.rows:
+                tensors.make(f"d{name}", shape[1:], case.dtype(name))
         gradients = []
         for name, values in functor_problem.arrays.items():
-            gradients.append(dtype if values.shape == shape else compute)
-            own.make(f"{role}.d{name}", shape, gradients[-1])
-        functors = PlacedFunctors(**{role: functor._replace(gradients=tuple(gradients))})
+            gradients.append(case.x if values.shape == shape else compute)
+            tensors.make(f"{role}.d{name}", shape, gradients[-1])
+        functors = PlacedFunctors(**{role: placed_functor._replace(gradients=tuple(gradients))})
         options = BackwardOptions(
             centered, shape[1:], case.zero_centered_weight, launch=Options(case.strategy)
         )
-        read = read | own.some("dy", "dx", "dweight", "dbias")
-        call = backward_call(where.device, read, options, compute, functors)
+        operands = tensors.some("x", "weight", "bias", "dy", "dx", "dweight", "dbias")
+        call = backward_call(where.device, operands, options, compute, functors)
+        tensors.launch(call, tensors.rows)
         plans["backward"] = call.plan
-        if call.partials_shape:
-            own.make("partials", call.partials_shape, compute)
-        own.launch(call)
-        for name, values in functor_problem.arrays.items():
-            sums[f"d{name}"] = summed(own.get(f"{role}.d{name}"), values.shape)
-    return FunctorRun({name: own.get(name) for name in names} | sums, plans)
+    results = {name.removeprefix(f"{role}."): each for name, each in tensors.results().items()}
+    for name, values in functor_problem.arrays.items():
+        if f"d{name}" in results:
+            results[f"d{name}"] = summed(results[f"d{name}"], values.shape)
+    return FunctorRun(results, plans)
 
 
 # What users call, through cupynorm.check.
@@ -336,42 +290,32 @@ Given = Functor | BoundFunctor
 _MOST_DIFFERENCES = 2**24  # numbers in one array of derivatives
 
 
-def with_kinds(functor_or_bound: Given, role: str) -> BoundFunctor:
-    """A functor with a kind, or a function, for each of its arrays.
-
-    functor_or_bound: bound to kinds of random array: "full" ([num_rows, num_cols]),
-        "cols" ([1, num_cols]), "rows" ([num_rows, 1]) or "one" ([1, 1]); or to functions of
-        (num_rows, num_cols) that return an array of one of these shapes. A functor alone has full
-        arrays.
+def with_kinds(given: Given, role: str) -> BoundFunctor:
+    """A functor with a kind, or a function, for each of its arrays; see check().
 
     Raises ValueError for a functor whose numbers are not bound, or that is bound to something else;
     TypeError for what is no functor.
     """
-    if not isinstance(functor_or_bound, (Functor, BoundFunctor)):
-        raise TypeError(f"{role} is of type {type(functor_or_bound).__name__}; expected a functor")
-    functor = (
-        functor_or_bound if isinstance(functor_or_bound, Functor) else functor_or_bound.functor
-    )
-    if isinstance(functor_or_bound, Functor):
-        if functor.numbers:
+    if not isinstance(given, (Functor, BoundFunctor)):
+        raise TypeError(f"{role} is of type {type(given).__name__}; expected a functor")
+    if isinstance(given, Functor):
+        if given.numbers:
+            named = [f'{name}="full"' for name in given.arrays] + [
+                f"{n}=0.5" for n in given.numbers
+            ]
             raise ValueError(
-                f"functor {functor.name} has numbers {', '.join(functor.numbers)}; expected it "
-                f"with them and a kind for each array, as {_example(functor)}"
+                f"functor {given.name} has numbers {', '.join(given.numbers)}; expected it with "
+                f"them and a kind for each array, as {given.name}({', '.join(named)})"
             )
-        functor_or_bound = BoundFunctor(functor, ("full",) * len(functor.arrays))
-    for name, kind in zip(functor.arrays, functor_or_bound.arrays):
+        return BoundFunctor(given, ("full",) * len(given.arrays))
+    for name, kind in zip(given.functor.arrays, given.arrays):
         if not callable(kind) and not (isinstance(kind, str) and kind in KINDS):
             shown = repr(kind) if isinstance(kind, str) else f"of type {type(kind).__name__}"
             raise ValueError(
                 f"{role}.{name} is {shown}; expected one of {', '.join(KINDS)}, or a function of "
                 "num_rows and num_cols"
             )
-    return functor_or_bound
-
-
-def _example(functor: Functor) -> str:
-    named = [f'{name}="full"' for name in functor.arrays] + [f"{n}=0.5" for n in functor.numbers]
-    return f"{functor.name}({', '.join(named)})"
+    return given
 
 
 def random_functor_problem(bound: BoundFunctor, role: str, case: Case, seed: int) -> FunctorProblem:
@@ -390,7 +334,7 @@ def check_functor(
     bound: BoundFunctor,
     role: str,
     case: Case,
-    where: CpuMachine | GpuCheckMachine,
+    where: Machine,
     seed: int = 0,
 ) -> list[Finding]:
     """Compares a functor in the kernels of a case, forward and backward, with its reference.
@@ -432,25 +376,25 @@ def _draw(
 def judge_functor(
     functor_problem: FunctorProblem,
     results: Mapping[str, np.ndarray],
-    where: CpuMachine | GpuCheckMachine,
+    where: Machine,
 ) -> list[Finding]:
     """The worst element of each result. A tensor that is off has a diagnosis."""
     case = functor_problem.problem.case
     expected = expect_with_functor(functor_problem, uses_welford(case, where.device))
-    label, findings = f"{case} {functor_problem.role} {functor_problem.functor.name}", []
-    for name, got in results.items():
-        finding = judge(label, name, got, *expected[name])
-        if not finding.ok:
-            off = errors_of(got, *expected[name])[1]
-            judged = Judged(name, functor_problem.dtype_of(name), got, *expected[name], off)
-            finding = replace(
-                finding, diagnosis=diagnosis(judged, _mistakes(functor_problem, judged))
-            )
-        findings.append(finding)
-    return findings
+    label = f"{case} {functor_problem.role} {functor_problem.functor.name}"
+    explain = partial(_diagnose, functor_problem)
+    return [
+        judge(label, name, got, *expected[name], functor_problem.dtype_of(name), diagnose=explain)
+        for name, got in results.items()
+    ]
 
 
 # Why a tensor is off.
+
+
+def _diagnose(functor_problem: FunctorProblem, judged: Judged) -> Diagnosis:
+    tried = (Candidate(*each) for each in _mistakes(functor_problem, judged))
+    return described(judged, best_of(judged, tried) or UNKNOWN)
 
 
 def _mistakes(functor_problem: FunctorProblem, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:

@@ -6,9 +6,8 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..gpu import on_cpu
 from ..norm.checks import check_eps
 from ..norm.options import dtype_name
 from . import functors as functor_check
@@ -17,7 +16,7 @@ from .callables import Callables
 from .cases import NORMS, Case, given_problem
 from .results import CheckResult
 from .run import run_kernels
-from .traps import allowed_of, trap_trials
+from .traps import trap_trials
 from .trials import Trial, default_trials
 
 
@@ -99,95 +98,72 @@ def check(
     detached, a functor without a reference, and arguments that do not go together; TypeError for a
     dtype that the kernels do not have; and what a call raises.
     """
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
-        raise ValueError(f"seed is {seed!r}; expected an int of 0 or more")
-    asked = _Asked(
-        _several("norm", norm),
-        [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)],
-        _several("strategies", strategies),
-        _several("statistics", statistics),
-        {
-            "zero_centered_weight": zero_centered_weight,
-            "eps": check_eps(eps, "float64", has_default=False),
-        },
-    )
-    for name in asked.norms:
+    check_seed(seed)
+    norms, strategies = _several("norm", norm), _several("strategies", strategies)
+    dtypes = [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)]
+    statistics = _several("statistics", statistics)
+    eps = check_eps(eps, "float64", has_default=False)
+    options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
+    for name in norms:
         if name not in NORMS:
             raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is {progress!r}; expected a function as tqdm, or None")
+    progress = progress or iter
     own = Callables(function, forward, backward, library)
-    functors = {
-        role: given for role, given in (("load", load), ("store", store)) if given is not None
-    }
+    functors = {role: each for role, each in (("load", load), ("store", store)) if each is not None}
     if functors:
         others = {"input": input, "weight": weight, "bias": bias, "dy": dy, "traps": traps or None}
         others |= {"function": function, "forward": forward, "backward": backward}
-        others = {name: given for name, given in others.items() if given is not None}
-        _refuse_together([*functors, *others])
+        names = [*functors, *(name for name in others if others[name] is not None)]
+        if len(names) > 1:
+            raise ValueError(
+                f"{names[0]} is given together with {names[1]}; expected one of the two: a functor "
+                "is checked by itself, on random values"
+            )
     if shapes is None:
-        shapes = [(5, 96)] if functors else [(64, 768)]
+        shapes = [(5, 96) if functors else (64, 768)]
     shapes = _pairs(shapes)
     if input is not None:
         if traps:
             raise ValueError("traps is given together with input; expected one of the two")
-        trials = asked.trials_on(input, weight, bias, dy, own=own, seed=seed)
+        _check_taken(own, norms, {"weight": weight, "bias": bias})
+        trials = []
+        for norm, strategy, kind in product(norms, strategies, statistics):
+            fields = {"norm": norm, "strategy": strategy, "statistics": kind, **options}
+            trials.append(Trial(given_problem(input, weight, bias, dy, seed=seed, **fields)))
     else:
-        cases = asked.cases(own)
+        cases = [
+            Case(
+                norm, 0, 0, dtype, strategy=strategy, statistics=kind, **options | own.absent(norm)
+            )
+            for norm, dtype, strategy, kind in product(norms, dtypes, strategies, statistics)
+        ]
         sized = [
             replace(case, num_rows=num_rows, num_cols=num_cols)
             for case, (num_rows, num_cols) in product(cases, shapes)
         ]
         if functors:
-            return _check_functors(functors, progress(sized) if progress else sized, on, seed)
+            return _check_functors(functors, progress(sized), on, seed)
         trials = [trial for case in sized for trial in default_trials(case, seed)]
         for case in cases if traps else ():
-            trials += trap_trials(case, allowed_of(own, case.norm), seed)
-    where = None if own else _machine(on)
-    shown = progress(trials) if progress else trials
-    return _check_kernels(shown, where) if where else _check_callables(shown, own, traps)
+            trials += trap_trials(case, own, seed)
+    if own:
+        return check_callables(progress(trials), own, traps)
+    where = kernels.machine(on)
+    return check_kernels(progress(trials), where)
 
 
-class _Asked(NamedTuple):
-    """What every combination is checked of. options: fields of all cases."""
-
-    norms: Sequence[str]
-    dtypes: Sequence[str]
-    strategies: Sequence[str | None]
-    statistics: Sequence[str | None]
-    options: dict[str, Any]
-
-    def trials_on(
-        self, input: Any, weight: Any, bias: Any, dy: Any, *, own: Callables, seed: int
-    ) -> list[Trial]:
-        """A user's arrays, in their dtypes."""
-        absent = {"weight", "bias"} - set.union(*map(own.takes, self.norms)) if own else set()
-        for label, values in (("weight", weight), ("bias", bias)):
-            if values is not None and label in absent:
-                raise ValueError(
-                    f"{label} is given; expected None: your function has no parameter for it"
-                )
-        trials = []
-        for name, strategy, kind in product(self.norms, self.strategies, self.statistics):
-            fields: dict[str, Any] = {"norm": name, "strategy": strategy, "statistics": kind}
-            problem = given_problem(input, weight, bias, dy, seed=seed, **fields, **self.options)
-            trials.append(Trial(problem))
-        return trials
-
-    def cases(self, own: Callables) -> list[Case]:
-        """Cases without extents, for random values."""
-        cases = []
-        kinds = product(self.norms, self.dtypes, self.strategies, self.statistics)
-        for name, dtype, strategy, kind in kinds:
-            absent = {"weight", "bias"} - own.takes(name) if own else set()
-            fields = self.options | dict.fromkeys(absent)
-            cases.append(Case(name, 0, 0, dtype, strategy=strategy, statistics=kind, **fields))
-        return cases
+def _check_taken(own: Callables, norms: Sequence[str], parameters: dict[str, Any]) -> None:
+    """Raises ValueError for weight or bias for which no function has a parameter."""
+    for label, values in parameters.items():
+        if values is not None and norms and all(label in own.absent(norm) for norm in norms):
+            raise ValueError(
+                f"{label} is given; expected None: your function has no parameter for it"
+            )
 
 
-def _check_kernels(
-    trials: Iterable[Trial], where: kernels.CpuMachine | kernels.GpuCheckMachine
-) -> CheckResult:
+def check_kernels(trials: Iterable[Trial], where: kernels.Machine) -> CheckResult:
     result = CheckResult()
     for trial in trials:
         rounded_mean = kernels.uses_welford(trial.problem.case, where.device)
@@ -196,7 +172,7 @@ def _check_kernels(
     return result
 
 
-def _check_callables(trials: Iterable[Trial], own: Callables, traps: bool) -> CheckResult:
+def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False) -> CheckResult:
     """traps: an error that a function raises in a trap is a finding."""
     result = CheckResult()
     for trial in trials:
@@ -209,6 +185,16 @@ def _check_callables(trials: Iterable[Trial], own: Callables, traps: bool) -> Ch
             continue
         result.findings += trial.judged(got, rounded_mean=True)
     return result
+
+
+def check_seed(seed: object) -> None:
+    """Raises ValueError for what is no seed."""
+    if not _is_int(seed) or seed < 0:
+        raise ValueError(f"seed is {seed!r}; expected an int of 0 or more")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _several(name: str, given: object) -> tuple:
@@ -230,25 +216,12 @@ def _pairs(shapes: object) -> list[tuple[int, int]]:
         ) from None
     for shape in shapes:
         is_pair = isinstance(shape, Sequence) and len(shape) == 2
-        if not is_pair or not all(isinstance(extent, numbers.Integral) for extent in shape):
-            raise ValueError(f"shapes has {shape!r}; expected pairs (num_rows, num_cols) of ints")
+        if not is_pair or not all(map(_is_int, shape)) or shape[0] < 0 or shape[1] < 1:
+            raise ValueError(
+                f"shapes has {shape!r}; expected pairs (num_rows, num_cols) of ints, with at least "
+                "one column"
+            )
     return [tuple(shape) for shape in shapes]
-
-
-def _machine(on: str | None) -> kernels.CpuMachine | kernels.GpuCheckMachine:
-    where = kernels.machine(on)
-    if isinstance(where, kernels.CpuMachine):
-        on_cpu.compiler()  # without a compiler, the error says what to install
-    return where
-
-
-def _refuse_together(names: Sequence[str]) -> None:
-    """names: of the functors, then of what does not go with them."""
-    if len(names) > 1:
-        raise ValueError(
-            f"{names[0]} is given together with {names[1]}; expected one of the two: a functor is "
-            "checked by itself, on random values"
-        )
 
 
 def _check_functors(
@@ -256,7 +229,7 @@ def _check_functors(
 ) -> CheckResult:
     """functors: by role."""
     bound = {role: functor_check.with_kinds(given, role) for role, given in functors.items()}
-    where, result = _machine(on), CheckResult()
+    where, result = kernels.machine(on), CheckResult()
     for case in cases:
         for role, each in bound.items():
             result.findings += functor_check.check_functor(each, role, case, where, seed)

@@ -1,4 +1,4 @@
-"""A tensor that is off, and whether the values of a mistake explain it."""
+"""A tensor that is off: which elements are, in words, and whether a mistake explains them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from ..dtypes import compute_dtype
 from .allowed import half_ulp
-from .mistakes import Rows
 
 SHARE = 0.95  # of elements that a mistake must explain
 
@@ -29,16 +28,17 @@ class Judged(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What a tensor would be by a mistake, and what is allowed of it."""
+    """What a tensor would be by a mistake. allowed: of it, None for that of the right values."""
 
     sentence: str
     values: np.ndarray
-    allowed: np.ndarray
+    allowed: np.ndarray | None = None
 
 
-def rest_of(judged: Judged, values: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+def rest_of(judged: Judged, values: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
     """|got - values| in units of twice what is allowed; infinite where only one of them is NaN."""
     u = compute_dtype(judged.dtype).half_ulp
+    allowed = judged.allowed if allowed is None else allowed
     allowed = 2 * (allowed + half_ulp(values, judged.dtype))
     allowed = np.where(np.isfinite(allowed), allowed, 0) + 16 * u * np.abs(values)
     rest = np.abs(judged.got - values) / (allowed + np.finfo(np.float64).tiny)
@@ -52,12 +52,14 @@ def explains(judged: Judged, values: np.ndarray, counted: np.ndarray, most: floa
 
     counted: which elements are compared. most: the largest rest of those that are explained.
     """
-    within = rest_of(judged, values, judged.allowed)[counted] <= most
+    within = rest_of(judged, values)[counted] <= most
     off = judged.off[counted]
     return bool(off.any() and min(within.mean(), within[off].mean()) >= SHARE)
 
 
-def best_of(judged: Judged, tried: Iterable[Candidate], counted: np.ndarray) -> str:
+def best_of(
+    judged: Judged, tried: Iterable[Candidate], counted: np.ndarray | slice = slice(None)
+) -> str:
     """The mistake with the smallest rest among those that explain the numbers, or "".
 
     counted: which elements are compared.
@@ -65,7 +67,7 @@ def best_of(judged: Judged, tried: Iterable[Candidate], counted: np.ndarray) -> 
     off = judged.off[counted]
     if not off.any():
         return ""
-    right = rest_of(judged, judged.expected, judged.allowed)[counted]
+    right = rest_of(judged, judged.expected)[counted]
     best, smallest = "", float(np.minimum(right, 100).mean()) / 2
     for sentence, values, allowed in tried:
         rest = rest_of(judged, values, allowed)[counted]
@@ -78,14 +80,54 @@ def best_of(judged: Judged, tried: Iterable[Candidate], counted: np.ndarray) -> 
     return best
 
 
-def counted_of(rows: Rows, judged: Judged) -> np.ndarray:
-    """All elements but those of rows with a mean far above their spread, if most rows are left.
+# Which elements are off.
 
-    A mistake that is harmless elsewhere may amplify roundings there beyond what is allowed.
-    """
-    counted = np.ones(judged.got.shape, bool)
-    is_plain = (rows.mean**2 <= 100 * rows.var)[:, 0]
-    if len(counted) == len(is_plain) and is_plain.mean() >= 0.5:
-        if judged.tensor not in ("dweight", "dbias"):
-            counted[~is_plain] = False
-    return counted
+
+def pattern_of(off: np.ndarray) -> str:
+    """Which elements are off: "all elements are", "row 3 is", "every 4th column is", ..."""
+    if off.all():
+        return "all elements are"
+    if off.sum() == 1:
+        where = ", ".join(str(each[0]) for each in np.nonzero(off))
+        return f"the element [{where}] is"
+    if off.ndim == 1:
+        return of_line(off, "element") or f"{off.sum()} of {off.size} elements are"
+    in_row, in_col = off.any(axis=1), off.any(axis=0)
+    # Elements near 0 may be right in a row that is wrong.
+    of_rows = off[in_row].mean() > 0.5 and in_col.mean() > 0.5
+    of_cols = off[:, in_col].mean() > 0.5 and in_row.mean() > 0.5
+    if of_rows and of_cols and in_row.all() and in_col.all():
+        share = off.mean()
+        words = f"{share:.0%} of all elements" if share < 0.99 else "nearly all elements"
+        return f"{words}, in all rows and columns, are"
+    names = []
+    if of_cols and not in_col.all():
+        names.append(of_line(in_col, "column"))
+    if of_rows and not in_row.all():
+        names.append(of_line(in_row, "row"))
+    if any(names):
+        return next(filter(None, names))
+    rows, cols = np.flatnonzero(in_row), np.flatnonzero(in_col)
+    box = off[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
+    if box.mean() > 0.5 and box.size < off.size:
+        return f"a block of rows {rows[0]} to {rows[-1]}, columns {cols[0]} to {cols[-1]} is"
+    return f"{off.sum()} of {off.size} elements, scattered, are"
+
+
+def of_line(off: np.ndarray, name: str) -> str:
+    """Which rows, columns or elements of one dimension, or "" if all or in no order."""
+    at = np.flatnonzero(off)
+    steps = np.diff(at)
+    if len(at) == 1:
+        return f"{name} {at[0]} is"
+    if (steps == 1).all():
+        if at[-1] == len(off) - 1:
+            return f"the last {len(at)} {name}s are"
+        return f"{name}s {at[0]} to {at[-1]} are"
+    if len(at) > 2 and len(set(steps)) == 1:
+        last = 0 if steps[0] % 100 in (11, 12, 13) else steps[0] % 10
+        ending = {1: "st", 2: "nd", 3: "rd"}.get(last, "th")
+        return f"every {steps[0]}{ending} {name}, from {name} {at[0]}, is"
+    if len(at) <= 4:
+        return f"{name}s {', '.join(map(str, at[:-1]))} and {at[-1]} are"
+    return f"{len(at)} of {len(off)} {name}s are"

@@ -20,12 +20,30 @@ from ..plan.problem import Problem as PlanProblem
 from .cases import Case
 
 
-class CpuMachine:
+class Machine:
+    """Runs kernels of a folder of sources, and has memory for their arrays.
+
+    on: "cpu" or "gpu". device: for which kernels are planned.
+    """
+
+    on: str
+    device: Device
+
+    def begin(self) -> None:
+        """Is told that a call begins, and that the arrays of earlier calls are not used again."""
+
+    def name_tensors(self, addresses: Mapping[str, int]) -> None:
+        """Is told the addresses of all tensors before the launches of a call."""
+
+
+class CpuMachine(Machine):
     """Runs the kernels on the CPU, planned for `device`. Arrays are NumPy's, in storage dtypes.
 
     seed: of the order in which threads run. sanitize: as for gpu.on_cpu.kernel.
     folder: of the sources, None for the installed ones. Arrays that are allocated hold NaN.
     """
+
+    on = "cpu"
 
     def __init__(
         self,
@@ -51,12 +69,6 @@ class CpuMachine:
 
     def get(self, array: np.ndarray) -> np.ndarray:
         return array
-
-    def begin(self) -> None:
-        """Is told that a call begins, and that the arrays of earlier calls are not used again."""
-
-    def name_tensors(self, addresses: Mapping[str, int]) -> None:
-        """Is told the addresses of all tensors before the launches of a call."""
 
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
         self.run(cpu_kernel(kernel_launch.kernel, self.sanitize, self.folder), kernel_launch, words)
@@ -87,11 +99,13 @@ def cpu_kernel(
     )
 
 
-class GpuCheckMachine:
+class GpuCheckMachine(Machine):
     """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes; allocated ones hold NaN.
 
     folder: of the sources, None for the installed ones.
     """
+
+    on = "gpu"
 
     def __init__(self, device_index: int = 0, folder: Path | None = None) -> None:
         self.device_index = device_index
@@ -115,12 +129,6 @@ class GpuCheckMachine:
     def get(self, array: Any) -> np.ndarray:
         return array.get()
 
-    def begin(self) -> None:
-        """As CpuMachine's."""
-
-    def name_tensors(self, addresses: Mapping[str, int]) -> None:
-        """As CpuMachine's."""
-
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
         cupy = nvrtc.cupy()
         with cupy.cuda.Device(self.device_index):
@@ -128,15 +136,16 @@ class GpuCheckMachine:
         launch.run(kernel_launch, self.device_index, stream, words, self.folder)
 
 
-def machine(on: str | None = None) -> CpuMachine | GpuCheckMachine:
+def machine(on: str | None = None, seed: int = 0) -> Machine:
     """Where to run the kernels. on: "gpu", "cpu", or None for a GPU if there is one.
 
+    seed: of the order in which threads run on the CPU.
     Raises ValueError for another word and where there is no GPU, MissingLibraryError without CuPy.
     """
     if on not in (None, "gpu", "cpu"):
         raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
     if on == "cpu" or (on is None and not environment.has_gpu()):
-        return CpuMachine()
+        return CpuMachine(seed=seed)
     nvrtc.cupy()  # without CuPy, the error says what to install
     if not environment.has_gpu():
         raise ValueError(

@@ -46,6 +46,7 @@ class Rows:
         self.w = np.broadcast_to(scale(problem.weight, case.zero_centered_weight), (self.n,))
         self.bias = np.zeros(self.n) if problem.bias is None else problem.bias
         self.wdy = self.dy * self.w
+        self.dsum = 0.0 if problem.dsum is None else problem.dsum
 
 
 class Statistics(NamedTuple):
@@ -142,23 +143,26 @@ def of_statistics(rows: Rows, tensor: str, mean: np.ndarray, rstd: np.ndarray) -
     if tensor == "dweight":
         return (rows.dy * x_hat).sum(axis=0)
     if tensor == "dx":
-        more = 0.0 if rows.problem.dsum is None else rows.problem.dsum
-        return _gradient(rows.wdy, x_hat, rstd, rows.centered) + more
+        return _gradient(rows.wdy, x_hat, rstd, rows.centered) + rows.dsum
     return (mean if tensor == "mean" else rstd)[:, 0]
 
 
 def candidates(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Named]:
     """Each mistake that is tried for a tensor. expected: its right values."""
-    makers = {
-        "y": _of_y,
-        "dx": _of_dx,
-        "dweight": _of_dweight,
-        "dbias": _of_dbias,
-        "mean": _of_mean,
-        "rstd": _of_rstd,
-    }
+    makers = {"y": _of_y, "dx": _of_dx, "dweight": _of_dweight, "dbias": _of_dbias}
     if tensor in makers:
         yield from makers[tensor](rows)
+    if tensor == "mean":
+        yield "it is rstd: mean and rstd are swapped", rows.rstd[:, 0]
+        yield "it is the sum: not divided by num_cols", rows.x.sum(axis=1)
+    if tensor == "rstd" and rows.centered:
+        yield "it is the mean: mean and rstd are swapped", rows.mean[:, 0]
+    if tensor == "rstd":
+        yield "it is the variance", rows.spread[:, 0]
+    if tensor in ("y", "dx", "dweight", "mean", "rstd"):
+        of_other_axes = _wrong_axes(rows) if tensor == "y" else ()
+        for sentence, mean, rstd in (*statistics(rows), *of_other_axes):
+            yield sentence, of_statistics(rows, tensor, mean, rstd)
     for factor, words in ((0.0, "it is 0: not written"), (-1.0, "its sign is wrong")):
         yield words, factor * expected
     for factor in (2.0, 0.5):
@@ -193,32 +197,30 @@ def _of_y(rows: Rows) -> Iterator[Named]:
     x_hat, w, bias = rows.x_hat, rows.w, rows.bias
     if rows.problem.weight is not None:
         yield "the weight is missing", x_hat + bias
-        other, words = rows.weight, "1 is not added to the zero-centred weight"
-        if not rows.case.zero_centered_weight:
-            other, words = 1 + rows.weight, "1 is added to a weight that is not zero-centred"
+        words, other = _other_centre(rows)
         yield words, x_hat * other + bias
         yield "the weight multiplies twice", x_hat * w**2 + bias
         yield "the weight divides", x_hat / w + bias
         yield "the weight is that of the row, weight[row]", x_hat * _by_row(rows, w) + bias
-        yield "the weight is that of the column before", x_hat * np.roll(w, 1) + bias
-        yield "the weight is that of the column after", x_hat * np.roll(w, -1) + bias
     if rows.problem.bias is not None:
         yield "the bias is missing", x_hat * w
         yield "the bias is subtracted", x_hat * w - bias
         yield "the bias is added twice", x_hat * w + 2 * bias
         yield "the bias is added before the weight multiplies", (x_hat + bias) * w
-        yield "the bias is that of the column before", x_hat * w + np.roll(bias, 1)
-        yield "the bias is that of the column after", x_hat * w + np.roll(bias, -1)
         if rows.problem.weight is not None:
             yield "weight and bias are missing", x_hat
             yield "weight and bias are swapped", x_hat * bias + rows.weight
-            for shift, where in ((1, "before"), (-1, "after")):
-                both = x_hat * np.roll(w, shift) + np.roll(bias, shift)
-                yield f"weight and bias are those of the column {where}", both
             of_row = x_hat * _by_row(rows, w) + _by_row(rows, bias)
             yield "weight and bias are those of the row, weight[row] and bias[row]", of_row
-    for mistake in [*statistics(rows), *_wrong_axes(rows)]:
-        yield mistake.sentence, of_statistics(rows, "y", mistake.mean, mistake.rstd)
+    for shift, where in ((1, "before"), (-1, "after")):
+        other_w, other_bias = np.roll(w, shift), np.roll(bias, shift)
+        if rows.problem.weight is not None:
+            yield f"the weight is that of the column {where}", x_hat * other_w + bias
+        if rows.problem.bias is not None:
+            yield f"the bias is that of the column {where}", x_hat * w + other_bias
+        if rows.problem.weight is not None and rows.problem.bias is not None:
+            both = x_hat * other_w + other_bias
+            yield f"weight and bias are those of the column {where}", both
     if rows.centered:
         yield (
             "x * rstd - mean stands for (x - mean) * rstd",
@@ -229,6 +231,13 @@ def _of_y(rows: Rows) -> Iterator[Named]:
     for dtype in _NARROW[:2]:
         if DTYPES[dtype].digits <= DTYPES[rows.case.dtype("y")].digits:
             yield f"x_hat is rounded to {dtype}", round_to(x_hat, dtype) * w + bias
+
+
+def _other_centre(rows: Rows) -> Named:
+    """The weight centred at 1 in the place of 0, or the reverse."""
+    if rows.case.zero_centered_weight:
+        return "1 is not added to the zero-centred weight", rows.weight
+    return "1 is added to a weight that is not zero-centred", 1 + rows.weight
 
 
 def _by_row(rows: Rows, values: np.ndarray) -> np.ndarray:
@@ -251,11 +260,8 @@ def _gradient(wdy: np.ndarray, x_hat: np.ndarray, rstd: np.ndarray, centered: bo
 
 
 def _of_dx(rows: Rows) -> Iterator[Named]:
-    more = 0.0 if rows.problem.dsum is None else rows.problem.dsum
     for sentence, dx in _of_plain_dx(rows):
-        yield sentence, dx + more
-    for mistake in statistics(rows):
-        yield mistake.sentence, of_statistics(rows, "dx", mistake.mean, mistake.rstd)
+        yield sentence, dx + rows.dsum
     if rows.problem.dsum is not None:
         yield "dsum is not added", _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
 
@@ -281,9 +287,7 @@ def _of_plain_dx(rows: Rows) -> Iterator[Named]:
         means = dy.mean(axis=1, keepdims=True) * rows.centered
         means = means + x_hat * (dy * x_hat).mean(axis=1, keepdims=True)
         yield "the means are those of dy, not of wdy = dy * weight", rstd * (wdy - means)
-        other, words = rows.weight, "1 is not added to the zero-centred weight"
-        if not rows.case.zero_centered_weight:
-            other, words = 1 + rows.weight, "1 is added to a weight that is not zero-centred"
+        words, other = _other_centre(rows)
         yield words, _gradient(dy * other, x_hat, rstd, rows.centered)
         for shift, where in ((1, "before"), (-1, "after")):
             shifted = dy * np.roll(rows.w, shift)
@@ -323,8 +327,6 @@ def _of_dweight(rows: Rows) -> Iterator[Named]:
     yield "y stands for x_hat", (rows.dy * (rows.x_hat * rows.w + rows.bias)).sum(axis=0)
     yield "dy is multiplied by the weight", (terms * rows.w).sum(axis=0)
     yield from _sums(terms)
-    for mistake in statistics(rows):
-        yield mistake.sentence, of_statistics(rows, "dweight", mistake.mean, mistake.rstd)
 
 
 def _of_dbias(rows: Rows) -> Iterator[Named]:
@@ -349,20 +351,3 @@ def _sums(terms: np.ndarray) -> Iterator[Named]:
     for dtype in _NARROW[:2] if len(terms) <= _MOST_STEPS else ():
         for each in (terms, round_to(terms, dtype)):
             yield f"it is accumulated in {dtype}", summed_in(each, dtype, 0)[0]
-
-
-def _of_mean(rows: Rows) -> Iterator[Named]:
-    yield "it is rstd: mean and rstd are swapped", rows.rstd[:, 0]
-    yield "it is the sum: not divided by num_cols", rows.x.sum(axis=1)
-    for mistake in statistics(rows):
-        if mistake.mean is not rows.center:
-            yield mistake.sentence, mistake.mean[:, 0]
-
-
-def _of_rstd(rows: Rows) -> Iterator[Named]:
-    if rows.centered:
-        yield "it is the mean: mean and rstd are swapped", rows.mean[:, 0]
-    yield "it is the variance", rows.spread[:, 0]
-    for mistake in statistics(rows):
-        if mistake.rstd is not rows.rstd:
-            yield mistake.sentence, mistake.rstd[:, 0]

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .judged import Candidate, Judged, best_of
-from .patterns import of_line
+from .judged import Candidate, Judged, of_line
 
 _MOST = 2048  # rows or columns between which places are sought
 _NUM_KEYS = 6
@@ -95,12 +94,10 @@ def _rules(
             yield words, at % (n // stride) * stride + at // (n // stride)
 
 
-def of_places(judged: Judged, counted: np.ndarray) -> str:
-    """Whole rows or columns of right values in wrong places, or ""."""
-    return best_of(judged, _moved(judged), counted) if judged.got.ndim == 2 else ""
-
-
-def _moved(judged: Judged) -> Iterator[Candidate]:
+def moved(judged: Judged) -> Iterator[Candidate]:
+    """Whole rows or columns of right values in wrong places."""
+    if judged.got.ndim != 2:
+        return
     for axis, name in ((1, "column"), (0, "row")):
         extent, others = judged.got.shape[axis], judged.got.shape[1 - axis]
         if not 2 < extent <= _MOST or others < _SOME:
@@ -113,7 +110,5 @@ def _moved(judged: Judged) -> Iterator[Candidate]:
         is_off = judged.off.mean(axis=1 - axis) > 0.5
         source = np.where(is_off, nearest(got[keys], expected[keys]), np.arange(extent))
         for words, rule in moves(source, name):
-            moved, allowed = (
-                np.take(each, rule, axis) for each in (judged.expected, judged.allowed)
-            )
+            moved, allowed = judged.expected.take(rule, axis), judged.allowed.take(rule, axis)
             yield Candidate(words, moved, allowed)

@@ -18,7 +18,7 @@ from ..plan.problem import cols_of_scale
 from ..reference import fp8
 from .allowed import expect
 from .cases import Case, Problem
-from .kernels import CpuMachine, GpuCheckMachine
+from .kernels import Machine
 from .results import Finding, judge_against
 from .run import Tensors, run_forward, tensors_of
 
@@ -39,7 +39,7 @@ class How(NamedTuple):
 def run_8_bits(
     problem: Problem,
     how: How,
-    where: CpuMachine | GpuCheckMachine,
+    where: Machine,
     layouts: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, np.ndarray], Plan]:
     """(outputs in their storage dtypes, what was launched). layouts: as for run_kernels."""
@@ -50,12 +50,12 @@ def run_8_bits(
 def launch_8_bits(
     problem: Problem,
     how: How,
-    where: CpuMachine | GpuCheckMachine,
+    where: Machine,
     layouts: Mapping[str, str] | None = None,
 ) -> tuple[Tensors, Plan]:
     """As run_8_bits, without waiting for outputs."""
     case = problem.case
-    tensors = tensors_of(where, case, layouts)
+    tensors = tensors_of(where, layouts)
     num_scales = scale_shape(how.scaling, (case.num_rows,), case.num_cols)
     scale_type = np.uint8 if how.scaling == "mx" else np.uint32
     poison = np.full(num_scales, np.iinfo(scale_type).max, scale_type)
@@ -72,7 +72,7 @@ def launch_8_bits(
 def run_quantized(
     problem: Problem,
     how: How,
-    where: CpuMachine | GpuCheckMachine,
+    where: Machine,
     layouts: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Outputs in their storage dtypes: with y in 8 bits, and with y in the compute dtype.
@@ -81,7 +81,7 @@ def run_quantized(
     """
     case = problem.case
     outputs, plan = run_8_bits(problem, how, where, layouts)
-    plain = tensors_of(where, case, layouts)
+    plain = tensors_of(where, layouts)
     options = Options(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
     run_forward(problem, plain, options, y_dtype=compute_dtype(case.sum).name)
     return outputs, plain.raw()

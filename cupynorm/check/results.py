@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
+from ..table import as_text
 from .allowed import Expected, expect
 from .cases import Case, Problem
 from .diagnosis import Diagnosis, diagnose
 from .judged import Judged
+
+Diagnose = Callable[[Judged], Diagnosis]
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Finding:
 
     error: |got - expected| / allowed; infinity or NaN where only one of them is finite.
     where: its index. num_off: how many elements of the tensor have an error above 1.
-    diagnosis: which elements are off and why; None where nothing is off, or before diagnosed().
+    diagnosis: which elements are off and why; None where nothing is off, or nobody asked.
     """
 
     case: str
@@ -76,7 +80,7 @@ class CheckResult:
         last = (
             f"{len(self.findings)} tensors checked, {verdict}; error is in units of what is allowed"
         )
-        return "\n".join([*self._table(), last, *self.diagnoses])
+        return "\n".join([self._table(), last, *self.diagnoses])
 
     @property
     def diagnoses(self) -> list[str]:
@@ -94,7 +98,7 @@ class CheckResult:
             sentences.append(f"{tensor} of {first.case}: {first.diagnosis}{more}")
         return sentences
 
-    def _table(self) -> list[str]:
+    def _table(self) -> str:
         table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
         for finding in self.findings:
             verdict = "ok" if finding.ok else f"OFF: {finding.num_off} elements"
@@ -102,11 +106,7 @@ class CheckResult:
             numbers = (f"{finding.got:.6g}", f"{finding.expected:.6g}", f"{finding.allowed:.2g}")
             error = f"{finding.error:.3f}"
             table.append((finding.case, finding.tensor, error, where, *numbers, verdict))
-        widths = [max(map(len, column)) for column in zip(*table)]
-        return [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip()
-            for line in table
-        ]
+        return as_text(table)
 
     def summary(self) -> str:
         """One line for each name of a tensor: its worst finding over all cases."""
@@ -115,7 +115,7 @@ class CheckResult:
             named.setdefault(finding.tensor, []).append(finding)
         worst = CheckResult([worst_of(findings) for findings in named.values()])
         last = f"{len(self.findings)} tensors checked, {self.num_off} off; "
-        return "\n".join([*worst._table(), f"{last}the worst of each name is shown"])
+        return f"{worst._table()}\n{last}the worst of each name is shown"
 
 
 def judge(
@@ -125,11 +125,13 @@ def judge(
     expected: np.ndarray,
     allowed: np.ndarray,
     dtype: str | None = None,
+    *,
+    diagnose: Diagnose | None = None,
 ) -> Finding:
     """The worst element of one tensor.
 
-    got, expected, allowed: of one shape, float64. dtype: as for errors_of. Raises ValueError for
-    different shapes.
+    got, expected, allowed: of one shape, float64. dtype: as for errors_of. diagnose: says why a
+    tensor is off. Raises ValueError for different shapes.
     """
     if got.shape != expected.shape:
         raise ValueError(f"{tensor} of {case} has shape {got.shape}; expected {expected.shape}")
@@ -141,7 +143,10 @@ def judge(
     at = np.unravel_index(int(np.argmax(order)), order.shape)
     where = tuple(int(index) for index in at)
     numbers = (float(values[at]) for values in (got, expected, allowed))
-    return Finding(str(case), tensor, float(error[at]), where, *numbers, int(off.sum()))
+    why = None
+    if diagnose is not None and off.any():
+        why = diagnose(Judged(tensor, dtype, got, expected, allowed, off))
+    return Finding(str(case), tensor, float(error[at]), where, *numbers, int(off.sum()), why)
 
 
 def errors_of(
@@ -174,24 +179,35 @@ def _are_near(got: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> boo
 def dtype_of(case: Case, tensor: str) -> str:
     """The dtype of a result; that of the arithmetic for mean and rstd."""
     dtypes = {
+        "y": case.dtype("y"),
+        "recomputed": case.dtype("y"),
+        "y1": case.y1 or case.dtype("y"),
         "dx": case.x,
+        "dx_sum": case.dx_sum,
         "sum": case.sum,
         "dresidual": case.added,
         "dweight": case.dtype("weight"),
         "dbias": case.dtype("bias"),
         "dweight1": case.weight1,
         "dbias1": case.bias1,
-        **dict.fromkeys(("y", "y1", "recomputed"), case.dtype("y")),
     }
     return dtypes.get(tensor) or compute_dtype(case.sum).name
 
 
 def judge_all(
-    problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False
+    problem: Problem,
+    results: dict[str, np.ndarray],
+    *,
+    rounded_mean: bool = False,
+    diagnoses: bool = False,
 ) -> list[Finding]:
-    """A finding for each tensor of results that `expect` knows. rounded_mean: as for `expect`."""
+    """A finding for each tensor of results that `expect` knows.
+
+    rounded_mean: as for `expect`. diagnoses: whether tensors that are off get one.
+    """
     expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
-    return judge_against(problem.case, expectations, results)
+    explain = partial(diagnose, problem) if diagnoses else None
+    return judge_against(problem.case, expectations, results, diagnose=explain)
 
 
 def judge_against(
@@ -200,8 +216,9 @@ def judge_against(
     results: dict[str, np.ndarray],
     *,
     skips_right: bool = False,
+    diagnose: Diagnose | None = None,
 ) -> list[Finding]:
-    """A finding for each tensor that is in both.
+    """A finding for each tensor that is in both. diagnose: as for judge.
 
     skips_right: leaves out tensors that are plainly right, which takes less time.
     """
@@ -213,28 +230,6 @@ def judge_against(
                 continue
             if name == "mean":  # of a row with an infinity: NaN, or infinite
                 got = np.where(np.isfinite(expected) | np.isfinite(got), got, expected)
-            findings.append(judge(case, name, got, expected, allowed, dtype_of(case, name)))
+            numbers = (got, expected, allowed, dtype_of(case, name))
+            findings.append(judge(case, name, *numbers, diagnose=diagnose))
     return findings
-
-
-def diagnosed(
-    problem: Problem,
-    results: dict[str, np.ndarray],
-    findings: list[Finding],
-    *,
-    rounded_mean: bool = False,
-) -> list[Finding]:
-    """The findings that judge_all made of results; those that are off get a diagnosis."""
-    if all(finding.ok for finding in findings):
-        return findings
-    expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
-    explained = []
-    for finding in findings:
-        if not finding.ok:
-            got, dtype = results[finding.tensor], dtype_of(problem.case, finding.tensor)
-            numbers = (got, *expectations[finding.tensor])
-            off = errors_of(*numbers, dtype)[1]
-            judged = Judged(finding.tensor, dtype, *numbers, off)
-            finding = replace(finding, diagnosis=diagnose(problem, judged))
-        explained.append(finding)
-    return explained

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,44 +26,35 @@ from ..dtypes import DTYPES, decode, encode
 from .callables import THREE_DIMENSIONS, Callables
 from .cases import Case, Problem, random_problem
 from .libraries import Library
-from .trials import OF_ROWS, Trial
+from .trials import TENSORS_OF_ROWS, Trial
 
-_LAYOUTS = ("gap", "reversed", "transposed", "broadcast")
 _NUMS_ROWS = {rows: 8 for rows in (1, 2, 31, 33, 131, 132, 133, 1025)} | {65537: 3}  # columns
 _NUMS_COLS = (31, 33, 127, 129, 513, 1023, 1025, 4097)
 
 
-class Allowed(NamedTuple):
-    """What the checked thing can be given.
+def trap_trials(case: Case, own: Callables | None = None, seed: int = 0) -> list[Trial]:
+    """All traps of a case. Its numbers of rows and columns do not count.
 
-    layouts: of x and dy. The others are whether it takes no rows, an eps, x of three dimensions,
-    and a residual.
+    own: the functions that are checked; without one the kernels are, which refuse some layouts.
     """
-
-    layouts: tuple[str, ...]
-    empty: bool
-    eps: bool
-    deep: bool
-    fused: bool
-
-
-def allowed_of(own: Callables, norm: str) -> Allowed:
-    """Of the kernels, if own holds no function, else of its functions."""
-    if not own:
+    layouts, of_kernels = ("gap", "reversed", "transposed", "broadcast"), not own
+    if of_kernels:
         layouts = ("gap", "reversed", "broadcast")
-        return Allowed(layouts, empty=False, eps=True, deep=False, fused=True)
-    # torch has no negative strides.
-    is_torch = Library(own.library).name == "torch"
-    layouts = tuple(each for each in _LAYOUTS if not (is_torch and each == "reversed"))
-    has_eps = "eps" in own.operands(norm)
-    return Allowed(layouts, True, has_eps, deep=own.function is not None, fused=False)
-
-
-def trap_trials(case: Case, allowed: Allowed, seed: int = 0) -> list[Trial]:
-    """All traps of a case. Its numbers of rows and columns do not count."""
-    parts = [_of_values(case, seed), _of_parameters(case, seed), _of_extents(case, allowed, seed)]
-    parts += [_of_layouts(case, allowed, seed), _of_options(case, allowed, seed)]
-    return [trial for part in parts for trial in part]
+    elif Library(own.library).name == "torch":  # it has no negative strides
+        layouts = ("gap", "transposed", "broadcast")
+    trials = [*_of_values(case, seed), *_of_parameters(case, seed), *_of_extents(case, seed)]
+    if not of_kernels:
+        trials.append(Trial(_random(case, 0, 64, seed), "T7 no rows"))
+    trials += _of_layouts(case, layouts, seed)
+    if of_kernels:
+        added = _random(replace(case, residual=True, dsum=True), 6, 40, seed)
+        trials.append(Trial(added, "T19 residual and dsum"))
+    elif "function" in own.given:
+        deep = dict.fromkeys(("x", "dy"), THREE_DIMENSIONS)
+        trials.append(Trial(_random(case, 6, 40, seed), "T17 three dimensions", deep))
+    if of_kernels or "eps" in own.operands(case.norm):
+        trials += _of_eps(case, seed)
+    return trials
 
 
 def _with_rows(case: Case, rows: np.ndarray, seed: int) -> Problem:
@@ -104,7 +94,7 @@ def _of_values(case: Case, seed: int) -> Iterator[Trial]:
         for col in (0, 99):
             problem = _random(case, 5, 100, seed)
             problem.x[2, col] = value
-            yield Trial(problem, f"T4 {value} in row 2", tensors=OF_ROWS)
+            yield Trial(problem, f"T4 {value} in row 2", tensors=TENSORS_OF_ROWS)
 
     largest = {"float16": 6e4, "float64": 1e150}.get(case.x, 1e18)
     rows = np.stack([np.linspace(-1, 1, 40), np.linspace(0.5, 1, 40)]) * largest
@@ -129,9 +119,7 @@ def _of_parameters(case: Case, seed: int) -> Iterator[Trial]:
             yield Trial(problem, f"T13 {' and '.join(wider)} float32")
 
 
-def _of_extents(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
-    if allowed.empty:
-        yield Trial(_random(case, 0, 64, seed), "T7 no rows")
+def _of_extents(case: Case, seed: int) -> Iterator[Trial]:
     for num_rows, num_cols in _NUMS_ROWS.items():
         yield Trial(_random(case, num_rows, num_cols, seed), "T8 numbers of rows")
     for num_cols in _NUMS_COLS:
@@ -139,8 +127,8 @@ def _of_extents(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
         yield Trial(_random(any_strategy, 3, num_cols, seed), "T12 widths")
 
 
-def _of_layouts(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
-    for layout in allowed.layouts:
+def _of_layouts(case: Case, layouts: tuple[str, ...], seed: int) -> Iterator[Trial]:
+    for layout in layouts:
         problem = _random(case, 6, 40, seed)
         of_both = {"x": layout, "dy": layout}
         if layout == "broadcast":
@@ -153,21 +141,13 @@ def _of_layouts(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
     problem = _random(case, 6, 40, seed)
     problem.dy[:, np.arange(40) != 17] = 0
     yield Trial(problem, "T16 gradient in column 17")
-    if allowed.deep:
-        layouts = dict.fromkeys(("x", "dy"), THREE_DIMENSIONS)
-        yield Trial(_random(case, 6, 40, seed), "T17 three dimensions", layouts)
 
 
-def _of_options(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
-    if allowed.fused:
-        added = replace(case, residual=True, dsum=True)
-        yield Trial(_random(added, 6, 40, seed), "T19 residual and dsum")
-    if not allowed.eps:
-        return
+def _of_eps(case: Case, seed: int) -> Iterator[Trial]:
     yield Trial(_random(replace(case, eps=0.0), 7, 33, seed), "T20 eps 0")
     generator = np.random.default_rng(seed)
     rows = np.stack([np.full(40, 3.0), np.zeros(40), *generator.standard_normal((2, 40))])
     rows[3] *= 0.01
     for eps in (0.0, -0.05, -1e-3):
         problem = _with_rows(replace(case, eps=eps), rows, seed)
-        yield Trial(problem, f"T21 eps {eps:g}", tensors=OF_ROWS)
+        yield Trial(problem, f"T21 eps {eps:g}", tensors=TENSORS_OF_ROWS)

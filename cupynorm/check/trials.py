@@ -23,13 +23,13 @@ import numpy as np
 from ..dtypes import DTYPES, decode, encode
 from .cases import Case, Problem, random_problem
 from .diagnosis import Diagnosis
-from .results import Finding, diagnosed, judge_all
+from .results import Finding, judge_all
 
 # Of narrow dtypes the rows have few different values, so that the errors of Welford's algorithm do
 # not cancel: as small a ratio as shows the mistake beside the rounding of y.
 _MEAN_OVER_STD = {"float16": 500.0, "bfloat16": 700.0, "float32": 2000.0, "float64": 2000.0}
 _SMALL_DY = 2.0**-10
-OF_ROWS = ("y", "mean", "rstd", "dx")  # tensors with a value or row for each row of x
+TENSORS_OF_ROWS = ("y", "mean", "rstd", "dx")  # tensors with a value or row for each row of x
 
 
 class Trial(NamedTuple):
@@ -53,8 +53,7 @@ class Trial(NamedTuple):
         """
         if self.tensors is not None:
             results = {name: results[name] for name in results if name in self.tensors}
-        findings = judge_all(self.problem, results, rounded_mean=rounded_mean)
-        findings = diagnosed(self.problem, results, findings, rounded_mean=rounded_mean)
+        findings = judge_all(self.problem, results, rounded_mean=rounded_mean, diagnoses=True)
         if not self.name:
             return findings
         return [replace(finding, case=f"{finding.case}, {self.name}") for finding in findings]
@@ -112,5 +111,5 @@ def default_trials(case: Case, seed: int = 0) -> list[Trial]:
         problem = default_problem(case, seed)
         row = case.num_rows // 2
         problem.x[row, case.num_cols // 2] = np.nan
-        trials.append(Trial(problem, f"NaN in row {row}", tensors=OF_ROWS))
+        trials.append(Trial(problem, f"NaN in row {row}", tensors=TENSORS_OF_ROWS))
     return trials

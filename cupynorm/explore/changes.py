@@ -46,15 +46,27 @@ def _folder_of(texts: dict[str, str]) -> Path:
     """The same texts get the same folder, so that nothing is compiled twice."""
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"cupynorm-experiment-{digest}"
-    if not folder.is_dir():
-        own_folder = Path(tempfile.mkdtemp(prefix="cupynorm-experiment-"))
-        for name, text in texts.items():
-            (own_folder / name).write_text(text, encoding="utf-8")
-        try:
-            own_folder.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(own_folder)
-    return folder
+    if _has(folder, texts):
+        return folder
+    own_folder = Path(tempfile.mkdtemp(prefix="cupynorm-experiment-"))
+    for name, text in texts.items():
+        (own_folder / name).write_text(text, encoding="utf-8")
+    try:
+        return own_folder.rename(folder)
+    except OSError:  # another process was faster, or the folder has lost a file
+        if not _has(folder, texts):
+            return own_folder
+        shutil.rmtree(own_folder)
+        return folder
+
+
+def _has(folder: Path, texts: dict[str, str]) -> bool:
+    """Whether the folder has these files. Others can write to temporary folders, too."""
+    try:
+        found = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    except (OSError, ValueError):
+        return False
+    return found == texts
 
 
 def _replace(texts: dict[str, str], name: str, pairs: Replacements) -> str:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import html
 import statistics as averages
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..bench.timer import Runner, Timer, take_turns
+from ..check import kernels
 from ..check.cases import NORMS, Case, Problem, random_problem
-from ..check.kernels import CpuMachine, GpuCheckMachine, uses_welford
+from ..check.gradient_check import check_seed
+from ..check.kernels import Machine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels
 from ..check.trials import Trial, default_problem
 from ..dtypes import decode, encode
-from ..gpu import environment, nvrtc
+from ..gpu import nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..gpu.source_files import source_files
 from ..norm.options import launch_options
@@ -116,7 +120,7 @@ class Experiment:
 
     def _repr_html_(self) -> str:
         rest = self.changed.fault or ("" if self.changed.ok else str(self.changed.result))
-        return as_html(self._rows()) + (f"<pre>{rest}</pre>" if rest else "")
+        return as_html(self._rows()) + (f"<pre>{html.escape(rest)}</pre>" if rest else "")
 
 
 def _verdict(version: Version) -> str:
@@ -164,13 +168,13 @@ def experiment(
     """
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
-    if on not in (None, "gpu", "cpu"):
-        raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
-    on_gpu = environment.has_gpu() if on is None else on == "gpu"
+    check_seed(seed)
+    where = kernels.machine(on)
+    on_gpu = where.on == "gpu"
     folder = changed_sources(changes)
     tile = launch_options(strategy, tile, statistics, 0).tile
     options = {"strategy": strategy, "statistics": statistics}
-    device = GpuCheckMachine().device if on_gpu else DEVICES["H200"]
+    device = where.device if on_gpu else DEVICES["H200"]
     if input is not None:
         input = np.asarray(input, dtype=np.float64)
         if input.ndim != 2 or not input.size:
@@ -178,6 +182,8 @@ def experiment(
         num_rows, num_cols = input.shape
     elif not on_gpu:
         num_rows = min(num_rows, _FEW_ROWS)
+    if num_rows < 1 or num_cols < 1:
+        raise ValueError(f"x is {num_rows} x {num_cols}; expected at least one element")
     planned = plan(
         num_cols,
         num_rows,
@@ -201,7 +207,7 @@ def experiment(
     versions = []
     for source_folder in (None, folder):
         version = Version()
-        machine = _machine(on_gpu, direction, source_folder, seed)
+        machine = _Remembers(kernels.machine(on, seed), direction, source_folder)
         _inspect(version, planned, source_folder)
         _check(version, problem, machine, direction)
         versions.append((version, machine))
@@ -214,40 +220,27 @@ def experiment(
 
 
 class _Remembers:
-    """A machine that remembers the launches of one direction, and changes no other."""
+    """A machine that runs the sources of a folder, and remembers the launches, in one direction."""
 
-    direction: str
-    folder: Path | None
-    launches: list[tuple[Launch, tuple]]
+    def __init__(self, machine: Machine, direction: str, folder: Path | None) -> None:
+        self._machine, self._direction, self._folder = machine, direction, folder
+        self._launches: list[tuple[Launch, tuple]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)  # all else is the machine's
 
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
-        own, self.folder = self.folder, None
-        if kernel_launch.kernel.source.startswith(self.direction):
-            self.folder = own
-            self.launches.append((kernel_launch, words))
-        try:
-            super().launch(kernel_launch, words)
-        finally:
-            self.folder = own
+        is_own = kernel_launch.kernel.source.startswith(self._direction)
+        if is_own:
+            self._launches.append((kernel_launch, words))
+        self._machine.folder = self._folder if is_own else None
+        self._machine.launch(kernel_launch, words)
 
     def run_again(self) -> None:
         """Enqueues the launches once more, with the same tensors."""
-        for kernel_launch, words in self.launches:
-            super().launch(kernel_launch, words)
-
-
-class _OnGpu(_Remembers, GpuCheckMachine):
-    pass
-
-
-class _OnCpu(_Remembers, CpuMachine):
-    pass
-
-
-def _machine(on_gpu: bool, direction: str, folder: Path | None, seed: int) -> _Remembers:
-    machine = _OnGpu(folder=folder) if on_gpu else _OnCpu(seed=seed, folder=folder)
-    machine.direction, machine.launches = direction, []
-    return machine
+        self._machine.folder = self._folder
+        for each in self._launches:
+            self._machine.launch(*each)
 
 
 def _check(version: Version, problem: Problem, machine: _Remembers, direction: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -221,7 +222,7 @@ class Explanation:
             parts.append(str(self.trace.owners()))
         except on_cpu.NoCompilerError:
             parts.append("<p>With a C++ compiler a picture shows who owns which element.</p>")
-        return "".join([*parts, f"<pre>{self.header}</pre>"])
+        return "".join([*parts, f"<pre>{html.escape(self.header)}</pre>"])
 
 
 def explain(

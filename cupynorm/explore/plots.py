@@ -69,6 +69,14 @@ def _legend(figure: Plot, named: Mapping[str, Any]) -> None:
         figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=ncols)
 
 
+def _scale(axes: Any, log: str) -> None:
+    """log: the axes that are logarithmic, "x", "y" or "xy"."""
+    if "x" in log:
+        axes.set_xscale("log", base=2)
+    if "y" in log:
+        axes.set_yscale("log")
+
+
 def lines(
     panels: Mapping[str, Mapping[str, Points]],
     *,
@@ -91,7 +99,7 @@ def lines(
         names = dict.fromkeys(name for each in panels.values() for name in each)
         drawn_lines = [name for name in names if name not in guides]
         drawn: dict[str, Any] = {}
-        for (_, named), axes in zip(panels.items(), axes_of):
+        for named, axes in zip(panels.values(), axes_of):
             for name, (xs, ys) in named.items():
                 if name in guides:
                     look = (style.GUIDE, style.OTHER_GUIDE)[list(guides).index(name) % 2]
@@ -100,10 +108,7 @@ def lines(
                     look |= {} if joined else {"linestyle": "none"}
                 (drawn[name],) = axes.plot(xs, ys, **look)
             axes.set_xlabel(xlabel)
-            if "x" in log:
-                axes.set_xscale("log", base=2)
-            if "y" in log:
-                axes.set_yscale("log")
+            _scale(axes, log)
             axes.minorticks_off()
             if ylim is not None:
                 axes.set_ylim(ylim)
@@ -116,7 +121,7 @@ def rows(panels: Mapping[str, np.ndarray], *, size: tuple[float, float] = (3.6, 
     """The values of each row of [num_rows, num_cols], with mean and one spread as a bar."""
     with rc_context(style.settings()):
         figure, axes_of = _grid(panels, size, 3)
-        for (_, values), axes in zip(panels.items(), axes_of):
+        for values, axes in zip(panels.values(), axes_of):
             values = np.asarray(values, dtype=np.float64)
             for row, of_row in enumerate(values):
                 color = style.look(row)["color"]
@@ -185,7 +190,7 @@ def histograms(
         figure, axes_of = _grid(panels, size, 3)
         names = list(dict.fromkeys(name for each in panels.values() for name in each))
         drawn: dict[str, Any] = {}
-        for (_, named), axes in zip(panels.items(), axes_of):
+        for named, axes in zip(panels.values(), axes_of):
             for name, values in named.items():
                 look = style.look(names.index(name))
                 count, _ = np.histogram(values, bins)
@@ -195,10 +200,7 @@ def histograms(
             if limit is not None:
                 axes.axvline(limit, color="black", linewidth=1)
             axes.set_xlabel(xlabel)
-            if "x" in log:
-                axes.set_xscale("log", base=2)
-            if "y" in log:
-                axes.set_yscale("log")
+            _scale(axes, log)
         axes_of[0].set_ylabel("share of values")
         _legend(figure, drawn)
     return figure

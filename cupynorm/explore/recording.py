@@ -8,14 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..check.cases import Case, Problem, random_problem
-from ..check.functors import random_functor_problem, run_with_functor
 from ..check.kernels import CpuMachine
-from ..check.run import run_kernels
 from ..gpu import on_cpu
 from ..plan.devices import Device
 from ..plan.dispatch import Plan
-from ..plan.functors import BoundFunctor
 from ..plan.instances import Launch
 
 # trace::Event of cuda_src/on_cpu/cuda_on_cpu_trace.h.
@@ -164,34 +160,6 @@ class Recorder(CpuMachine):
         self.run(instance, kernel_launch, words)
         events = np.frombuffer(instance.take_trace(), EVENT)
         self.recorded.append(Recorded(kernel_launch, events, instance))
-
-
-def record(
-    case: Case, device: Device, direction: str, seed: int, folder: Path | None = None
-) -> tuple[Problem, dict[str, np.ndarray], Recorder]:
-    """A random problem of the case, what its kernels computed, and the recorder.
-
-    folder: of the sources, None for the installed ones.
-    """
-    problem = random_problem(case, seed)
-    recorder = Recorder(device, direction, seed, folder)
-    outputs = run_kernels(problem, recorder, forward_only=direction == "forward")
-    return problem, outputs, recorder
-
-
-def record_functor(
-    bound: BoundFunctor, role: str, case: Case, recorder: Recorder, seed: int
-) -> Plan:
-    """The plan of a random problem of the case with a functor, after the recorder recorded it.
-
-    bound: to kinds of arrays. Raises ValueError for a backward without backward lines.
-    """
-    if recorder.direction == "backward" and bound.functor.backward is None:
-        raise ValueError(
-            f"functor {bound.functor.name} has no backward lines; expected direction 'forward'"
-        )
-    problem = random_functor_problem(bound, role, case, seed)
-    return run_with_functor(problem, recorder).plans[recorder.direction]
 
 
 def _with_field(array: np.ndarray, name: str, values: np.ndarray) -> np.ndarray:

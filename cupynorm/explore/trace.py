@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..check.cases import NORMS, Case
-from ..check.functors import Given, with_kinds
-from ..dtypes import DTYPES
+from ..check.cases import NORMS, Case, random_problem
+from ..check.functors import Given, random_functor_problem, run_with_functor, with_kinds
+from ..check.run import run_kernels
 from ..norm.options import launch_options
 from ..norm.plans import plan
-from ..plan.devices import DEVICES, Device
+from ..plan.devices import Device
 from ..plan.problem import Tile
 from ..svg import Picture
 from ..table import as_html, as_text
 from . import pictures
 from .changes import Changes, changed_sources
-from .recording import BULK, KINDS, Recorder, Recording, record, record_functor
+from .recording import BULK, KINDS, Recorder, Recording
 from .requests import Site, requests_of, sectors_of, sites_of, turns_of
 
 _WRITES = [KINDS.index(kind) for kind in ("write", "send")]
@@ -187,22 +187,28 @@ def trace(
     del chosen["sm_margin"]
     options = {"norm": norm, "direction": direction, "residual": residual, **chosen}
     planned = plan(num_cols, num_rows, dtype, device=device, **options)
-    if dtype not in DTYPES or num_rows < 1 or num_cols < 1:
+    if num_rows < 1 or num_cols < 1:
         raise ValueError(f"x is {num_rows} x {num_cols}; expected at least one element")
     in_forward = chosen if direction == "forward" else {"strategy": strategy}
     case = Case(norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, **in_forward)
-    of = DEVICES[device] if isinstance(device, str) else device
     folder = None if changes is None else changed_sources(changes)
-    functors = [(role, each) for role, each in (("load", load), ("store", store)) if each]
+    functors = [
+        (role, each) for role, each in (("load", load), ("store", store)) if each is not None
+    ]
     if len(functors) + residual > 1:
         operands = [role for role, _ in functors] + ["residual"] * residual
         raise ValueError(
             f"{' and '.join(operands)} are given; expected one of load, store, residual"
         )
-    if functors:
-        role, functor = functors[0]
-        recorder = Recorder(of, direction, seed, folder)
-        planned = record_functor(with_kinds(functor, role), role, case, recorder, seed)
-    else:
-        _, _, recorder = record(case, of, direction, seed, folder)
-    return Trace(planned, recorder.tensors, recorder.recorded)
+    recorder = Recorder(planned.device, direction, seed, folder)
+    if not functors:
+        run_kernels(random_problem(case, seed), recorder, forward_only=direction == "forward")
+        return Trace(planned, recorder.tensors, recorder.recorded)
+    ((role, given),) = functors
+    bound = with_kinds(given, role)
+    if direction == "backward" and bound.functor.backward is None:
+        raise ValueError(
+            f"functor {bound.functor.name} has no backward lines; expected direction 'forward'"
+        )
+    ran = run_with_functor(random_functor_problem(bound, role, case, seed), recorder)
+    return Trace(ran.plans[direction], recorder.tensors, recorder.recorded)

@@ -44,7 +44,7 @@ def host_timer() -> Timer:
 @pytest.mark.parametrize("each", bench_linear.FORMATS)
 def test_a_cell_on_the_cpu(each, passes):
     cell = LinearCell(48, 64, 32, each, passes)
-    found = bench_linear.measure(cell, HERE, host_timer(), 2, 0, "cpu")
+    found = bench_linear.measure_in_turns(host_timer(), cell, HERE, 2, 0, "cpu")
     assert not found.faults and not found.memory
     expected = [name for name in HERE if each in CONTESTANTS[name].formats]
     assert list(found.microseconds) == [COPY, *expected] and list(found.errors) == expected
@@ -66,7 +66,8 @@ def test_wrong_results_and_failures_are_reported(monkeypatch):
     monkeypatch.setitem(CONTESTANTS, "wrong", Contestant(("bfloat16",), wrong))
     monkeypatch.setitem(CONTESTANTS, "broken", Contestant(("bfloat16",), broken))
     cell = LinearCell(48, 64, 32, "bfloat16", "forward")
-    found = bench_linear.measure(cell, ("wrong", "broken", "torch"), host_timer(), 1, 0, "cpu")
+    names = ("wrong", "broken", "torch")
+    found = bench_linear.measure_in_turns(host_timer(), cell, names, 1, 0, "cpu")
     assert (
         list(found.faults) == ["wrong", "broken"]
         and "expected 0.00781 at most" in found.faults["wrong"]
@@ -106,7 +107,7 @@ def test_layers_of_a_decoder_on_the_cpu(monkeypatch):
     assert counts[1:] == [10] * 5  # layers of each contestant
     assert found.microseconds["torch"] == [15.0, 20.0]  # two turns of warm-up, five each
     assert all(0 < error <= 2.0**-7 for error in found.errors.values())
-    result = decoding.DecodingResult({}, {}, [found])
+    result = LinearResult({}, {}, [found])
     lines = str(result).splitlines()
     assert lines[0].split()[1:] == [decoding.READ, *decoding.NAMES] and result
     assert lines[1].split()[-5:] == ["13.5", "14.5", "15.5", "16.5", "17.5"]
@@ -133,7 +134,7 @@ def test_a_decoder_that_is_wrong(monkeypatch):
     monkeypatch.setitem(CONTESTANTS, "broken", Contestant(("bfloat16",), broken))
     cell = LinearCell(3, 64, 32, "bfloat16", "forward")
     found = decoding.measure(cell, ("wrong", "broken"), 1, 0, recorder([0]), "cpu")
-    result = decoding.DecodingResult({}, {}, [found])
+    result = LinearResult({}, {}, [found])
     assert not result and "wrong is off" in str(result) and "broken could not run" in str(result)
 
 
@@ -211,7 +212,6 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         "microseconds" in capsys.readouterr().out and json.loads(file.read_text())["measurements"]
     )
     assert main(["bench", "linear"]) == 0 and len(seen["todo"]) == 28
-    monkeypatch.setattr(decoding, "bench_decoding", run)
     assert main(["bench", "linear", "--graph"]) == 0 and len(seen["todo"]) == 40
     assert {(each.format, each.passes) for each in seen["todo"]} == {("bfloat16", "forward")}
     assert main(["bench", "linear", "--json", str(tmp_path / "none" / "a.json")]) == 2
@@ -265,7 +265,9 @@ def test_the_tables_of_few_rows_are_those_of_their_samples(title, file, most_row
 def test_layers_of_a_decoder_on_a_gpu():
     """Half of the weight is copied in less time than the layer takes."""
     cell = LinearCell(16, 2048, 2048, "bfloat16", "forward")
-    result = decoding.bench_decoding([cell], runs=3)
+    result = bench_linear.bench_linear(
+        [cell], runs=3, names=decoding.NAMES, measure=decoding.measure
+    )
     assert result, str(result)
     (found,) = result.measurements
     assert 0 < found.median(decoding.READ) < found.median("torch") < 1000

@@ -12,13 +12,13 @@ import pytest
 
 import cupynorm
 from cupynorm import __main__ as command
-from cupynorm.bench import tune
+from cupynorm.bench import measure, tune
 from cupynorm.bench.cells import COPY, Cell, cells
 from cupynorm.bench.measure import plan_of
 from cupynorm.check import kernels as check_kernels
 from cupynorm.check.cases import NORMS, random_problem
 from cupynorm.check.kernels import CpuMachine
-from cupynorm.gpu import arrays, environment, launch, nvrtc, on_cpu
+from cupynorm.gpu import arrays, launch, nvrtc, on_cpu
 from cupynorm.norm import tiles
 from cupynorm.norm.plans import plan
 from cupynorm.plan import dispatch
@@ -68,7 +68,7 @@ needs_compiler = pytest.mark.skipif(
     ],
 )
 def test_a_winner_is_ahead_by_more_than_the_spread(samples, than, faster):
-    assert tune.is_faster(samples, than) is faster
+    assert tune.is_faster(samples, than, tune._LEAST_GAIN) is faster
 
 
 def finding(default, best, left_out=(), off=()):
@@ -79,7 +79,7 @@ def finding(default, best, left_out=(), off=()):
     ]
     choices = dict(zip(("the default", "another"), made))
     samples = {COPY: [9.0] * 3, "the default": default, "another": best}
-    return tune.Finding(CELL, problem, choices, samples, 7, dict(left_out), tuple(off))
+    return tune.TunedCell(CELL, problem, choices, samples, 7, dict(left_out), tuple(off))
 
 
 def result(*findings, **options):
@@ -166,6 +166,11 @@ def test_the_check_runs_the_candidate(norm, direction):
         assert dispatch.tuned is None and where.device == on_cpu
     wrong = tune.what_is_wrong(problem, found[-1], small, Recording(spoil=direction))
     assert wrong and " is " in wrong and "expected" in wrong
+
+
+def test_no_kernels_are_compiled_by_no_processes():
+    """As in the second turn of --confirm, if every row was slower in the first."""
+    assert tune.compile_all(set(), 4, lambda items, **_: items) == {}
 
 
 # A run.
@@ -282,7 +287,7 @@ def test_problems_that_cannot_be_measured_are_refused(on_numpy):
 
 
 def test_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(measure, "has_gpu", lambda: False)
     monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
     with pytest.raises(ValueError, match="measures a GPU and none was found"):
         tune.tune()

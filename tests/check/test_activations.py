@@ -318,6 +318,13 @@ def test_wrong_shapes_are_refused(tmp_path):
             list(read(tmp_path / "a.npz"))
 
 
+def test_an_eps_that_makes_every_result_alike_is_refused(tmp_path):
+    for eps in (np.nan, np.inf):
+        np.savez(tmp_path / "a.npz", x=draw(2, 8), eps=np.array(eps))
+        with pytest.raises(ValueError, match=f"a: eps is {eps}; expected a finite number"):
+            list(read(tmp_path / "a.npz"))
+
+
 def test_missing_files_and_unknown_suffixes_are_refused(tmp_path):
     assert "there is no file" in refusal(tmp_path / "a.npy", FileNotFoundError)
     (tmp_path / "a.pkl").write_bytes(b"")

@@ -8,7 +8,6 @@ import pytest
 from cupynorm import __main__ as command
 from cupynorm.check import entries
 from cupynorm.check.command import shapes
-from cupynorm.check.entries import Wanted
 from cupynorm.command_line import argparse
 
 MODULE = """
@@ -124,9 +123,9 @@ def test_shapes_are_read():
 
 
 def test_norm_and_eps_reach_the_cases_of_the_kernels():
-    wanted = Wanted("cpu", ("rms_norm",), 1e-3)
-    made = entries.random_entries(entries.grid_shapes(_h200(), "cpu")[:2], ["float16"], wanted)
-    made += entries.trap_entries(["float16"], wanted)
+    shapes = entries.grid_shapes(_h200(), "cpu")[:2]
+    made = entries.random_entries(shapes, ["rms_norm"], ["float16"], eps=1e-3)
+    made += entries.trap_entries(["rms_norm"], ["float16"], eps=1e-3)
     cases = [trial.problem.case for entry in made[:2] for trial in entry.make()]
     assert {case.norm for case in cases} == {"rms_norm"} and {case.eps for case in cases} == {1e-3}
     assert {entry.case.norm for entry in made} == {"rms_norm"}

@@ -53,6 +53,13 @@ def test_shipped_functors(name, on):
     assert {"y", "dx", *(f"d{array}" for array in functor.arrays)} <= tensors
 
 
+def test_a_result_that_overflows_its_dtype_is_right():
+    functor = cupynorm.functor("large", "y = y * C(1e5);", reference=lambda y: y * 1e5)
+    result = cupynorm.check(store=functor, shapes=[(3, 8)], dtypes=["float16"], on="cpu")
+    assert any(np.isinf(found.got) for found in result.findings) or result.ok
+    assert result.ok, f"\n{result}"
+
+
 def off(functor, role="store"):
     """The tensors that are off, and why."""
     result = cupynorm.check(**{role: functor}, shapes=[(3, 8)], on="cpu")

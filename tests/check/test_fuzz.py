@@ -27,6 +27,7 @@ from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.placement import GUARD_BYTES, LAYOUTS, WrongWrite, empty, place
 from cupynorm.check.quantized import How
 from cupynorm.dtypes import decode, encode
+from cupynorm.gpu import on_cpu
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES
@@ -353,6 +354,15 @@ def test_a_time_without_a_call_is_no_success(monkeypatch, capsys):
     monkeypatch.setattr(command, "_fuzz", lambda *given: command.Batch(0, 7, []))
     assert main.main(["fuzz", "--seed", "1", "--on", "cpu", "--seconds", "3"]) == 1
     assert "OFF: no call was made in 3 s" in capsys.readouterr().out
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
+    def compiler():
+        raise on_cpu.NoCompilerError("a C++20 compiler is needed")
+
+    monkeypatch.setattr(on_cpu, "compiler", compiler)
+    assert main.main(["fuzz", "--on", "cpu", "--seconds", "3"]) == 2
+    assert capsys.readouterr().err == "cupynorm: a C++20 compiler is needed\n"
 
 
 REPLAY = ["fuzz", "--seed", "1", "--replay", "3", "--on", "cpu"]

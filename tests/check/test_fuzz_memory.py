@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from cupynorm.check.cases import Case
 from cupynorm.check.fuzz import Draw, calls, judge, memory
+from cupynorm.check.fuzz.calls import start
+from cupynorm.check.fuzz.draws import problem_of
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.placement import GUARD_BYTES, WrongWrite, place
+from cupynorm.check.placement import GUARD_BYTES, WrongWrite
 from cupynorm.check.quantized import How
-from cupynorm.dtypes import DTYPES, decode, encode
+from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import launch
 from cupynorm.plan.devices import DEVICES
 
@@ -40,8 +41,7 @@ class OnHost(memory.OneCallMachine):
 
     @staticmethod
     def _on_gpu(num_bytes):
-        there = aligned(num_bytes)
-        return SimpleNamespace(data=SimpleNamespace(ptr=there.ctypes.data), memory=there)
+        return aligned(num_bytes)
 
     @staticmethod
     def _pinned(num_bytes):
@@ -62,6 +62,13 @@ class OnHost(memory.OneCallMachine):
         for each in self.work:
             each()
         self.work = []
+
+
+class OnHostAtOnce(OnHost):
+    """Public functions do not wait: all that was enqueued runs before them."""
+
+    def call(self, step):
+        super().call(lambda: (self.wait(), step()))
 
 
 @pytest.fixture
@@ -153,79 +160,84 @@ def test_launches_that_do_not_repeat_are_found(make, monkeypatch, num_bytes):
     assert found == [f"{name} differs when the call is repeated" for name in ("mean", "rstd")]
 
 
-class HostTorch(memory.Torch):
-    def put(self, memory):
-        return self.torch.from_numpy(memory.copy())
-
-    def fetch(self, memory):
-        return memory.numpy()
-
-
-class HostCuPy(memory.CuPy):
-    """With NumPy's functions of the same names."""
-
-    def __init__(self, where):
-        self.cupy = np
-
-    def put(self, memory):
-        return memory.copy()
-
-    def fetch(self, memory):
-        return memory
-
-
-@pytest.mark.parametrize("library", [HostTorch, HostCuPy])
-@pytest.mark.parametrize("layout", ["contiguous", "gap", "misaligned", "reversed", "transposed"])
-def test_operands_have_their_values_and_are_watched(layout, library):
-    if library is HostTorch:
+def public_call(route, case, monkeypatch, **fields):
+    """A call whose operands are on the host, and its machine."""
+    if route != "cupy":
         pytest.importorskip("torch")
+    if route == "cupy" and case.x == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    monkeypatch.setattr(calls._PublicCall, "_own_stream", lambda self: nullcontext())
+    return Draw(case, route=route, **fields), OnHostAtOnce()
+
+
+@pytest.mark.parametrize("route", ["torch", "cupy"])
+@pytest.mark.parametrize("layout", ["contiguous", "gap", "misaligned", "reversed", "transposed"])
+def test_operands_have_their_values_and_are_watched(make, monkeypatch, layout, route):
+    if route == "torch":
         layout = layout.replace("reversed", "broadcast")  # it has no negative strides
-    generator = np.random.default_rng(0)
     for dtype in DTYPES:
-        if library is HostCuPy and dtype == "bfloat16":
-            pytest.importorskip("ml_dtypes")
-        values = encode(generator.standard_normal((3, 5)), dtype)
-        values = {"x": values[[0, 0, 0]] if layout == "broadcast" else values, "dy": values}
-        x, dy = place(values["x"], layout), place(values["dy"])
-        there = library(None)
-        operands = memory.Operands({"x": (x, dtype), "dy": (dy, dtype)}, there)
-        made = memory.Made(operands.arrays, there).float64()
-        for name, raw in values.items():
-            np.testing.assert_array_equal(made[name], decode(raw, dtype))
-        operands.fetch()()
-        operands.arrays["dy"][2, 4] += 1
+        case = Case("layer_norm", 3, 5, dtype)
+        drawn, where = public_call(route, case, monkeypatch, layouts={"x": layout}, seed=3)
+        problem = problem_of(drawn)
+        operands = calls._PublicCall(drawn, problem, where).operands
+
+        def take(self):
+            return {"y": self.operands["x"], "dx": self.operands["dy"]}
+
+        def spoil(self):
+            self.operands["dy"][2, 4] += 1
+            return take(self)
+
+        monkeypatch.setattr(calls._PublicCall, "_explicit", take)
+        assert operands["out"].shape == (3, 5)
+        (read,) = start(drawn, problem, where)
+        where.wait()
+        assert read().keys() == {"y", "dx"}
+        np.testing.assert_array_equal(read()["y"], problem.x)
+        np.testing.assert_array_equal(read()["dx"], problem.dy)
+        monkeypatch.setattr(calls._PublicCall, "_explicit", spoil)
+        (read,) = start(drawn, problem, where)
+        where.wait()
         with pytest.raises(WrongWrite, match="dy was written to"):
-            operands.fetch()()
+            read()
 
 
 @pytest.mark.parametrize("seed", [12, 5])  # with an output and a stream of the caller's, or none
 @pytest.mark.parametrize("route", ["torch", "autograd", "cupy"])
 def test_public_calls_are_started_and_judged(make, monkeypatch, route, seed):
     """Here by the float64 reference, on tensors of the host."""
-    if route != "cupy":
-        pytest.importorskip("torch")
-    monkeypatch.setattr(calls, "Torch", HostTorch)
-    monkeypatch.setattr(calls, "CuPy", HostCuPy)
-    monkeypatch.setattr(HostTorch, "stream", lambda self: nullcontext())
-    monkeypatch.setattr(HostCuPy, "stream", lambda self: nullcontext())
     case = Case("layer_norm", 5, 96, "float32", residual=True, dsum=True, weight1="float16")
-    drawn = Draw(case, route=route, seed=seed)
+    drawn, where = public_call(route, case, monkeypatch, seed=seed)
     started = []
-    right = calls._PublicCall.start
+    right = calls._PublicCall.run
 
-    def start(self):
+    def run(self):
         started.append(right(self))
-        return started[-1]
 
-    monkeypatch.setattr(calls._PublicCall, "start", start)
-    assert judge.complaints(drawn, make()) == []
+    monkeypatch.setattr(calls._PublicCall, "run", run)
+    assert judge.complaints(drawn, where) == []
     assert len(started) == 3  # the call, the same again, one row alone
 
     def spoil(self):
-        read = right(self)
+        right(self)
         self.operands["weight"].data[3] += 1
-        return read
 
-    monkeypatch.setattr(calls._PublicCall, "start", spoil)
-    (found,) = judge.complaints(drawn, make())
+    monkeypatch.setattr(calls._PublicCall, "run", spoil)
+    (found,) = judge.complaints(drawn, where)
     assert found.sentence == "weight was written to, or what surrounds it"
+
+
+@pytest.mark.parametrize("route", ["torch", "cupy"])
+def test_public_calls_that_do_not_repeat_are_found(make, monkeypatch, route):
+    drawn, where = public_call(route, Case("rms_norm", 1, 8, "float32"), monkeypatch, seed=5)
+    right, times = calls._PublicCall._explicit, []
+
+    def change(self):
+        made = right(self)
+        times.append(made["y"])
+        made["y"][0, 0] *= 1 + 2**-23 * (len(times) > 1)
+        return made
+
+    monkeypatch.setattr(calls._PublicCall, "_explicit", change)
+    (found,) = judge.complaints(drawn, where)
+    assert found.sentence == "y differs when the call is repeated"

@@ -20,6 +20,8 @@ def test_readme_is_looked_at_before_anything_is_measured(refused, monkeypatch, t
     assert "there is no docs/benchmarks.md" in refused("bench", "--readme")
     assert "there is no folder" in refused("bench", "--json", tmp_path / "none" / "a.json")
     assert "there is no folder" in refused("bench", "--plot", tmp_path / "none" / "a.png")
+    for name in ("a.txt", "a"):
+        assert "is of no known format" in refused("bench", "--plot", tmp_path / name)
 
 
 def result_file(path, share):

@@ -11,10 +11,10 @@ from command_runs import ROOT, call, run
 
 import cupynorm
 from cupynorm import __main__ as command
-from cupynorm.check import command as check_command
+from cupynorm.check import gradient_check
 from cupynorm.check.activations import shipped
 from cupynorm.check.cases import DIRECTIONS, NORMS
-from cupynorm.check.entries import Wanted, grid_shapes, plan_of, random_entries
+from cupynorm.check.entries import grid_shapes, plan_of, random_entries
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import environment, on_cpu
 from cupynorm.plan.devices import DEVICES
@@ -69,7 +69,7 @@ def test_quick_check_on_a_gpu():
 @needs_compiler
 @pytest.mark.parametrize("tensor", ["y", "rstd", "dx", "dweight"])
 def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
-    run_kernels = check_command.run_kernels
+    run_kernels = gradient_check.run_kernels
 
     def wrong(problem, where, layouts=None):
         results = run_kernels(problem, where, layouts)
@@ -78,7 +78,7 @@ def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
             flat[np.abs(flat).argmax()] *= 1 + 1e-4
         return results
 
-    monkeypatch.setattr(check_command, "run_kernels", wrong)
+    monkeypatch.setattr(gradient_check, "run_kernels", wrong)
     code, out, _ = call(capsys, "check", "--quick", "--on", "cpu")
     assert code == 1
     assert out.splitlines()[-1].startswith("OFF: 1 of ") and " in 1 of " in out.splitlines()[-1]
@@ -91,14 +91,14 @@ def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
 @pytest.mark.slow
 @needs_compiler
 def test_a_result_left_unwritten_fails(monkeypatch, capsys):
-    run_kernels = check_command.run_kernels
+    run_kernels = gradient_check.run_kernels
 
     def forgetful(problem, where, layouts=None):
         results = run_kernels(problem, where, layouts)
         results["dx"][0, 0] = np.nan
         return results
 
-    monkeypatch.setattr(check_command, "run_kernels", forgetful)
+    monkeypatch.setattr(gradient_check, "run_kernels", forgetful)
     code, out, _ = call(capsys, "--quick", "--on", "cpu")
     assert code == 1 and "OFF: dx nan" in out
 
@@ -108,7 +108,7 @@ def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
     def fails(problem, where, layouts=None):
         raise on_cpu.OnCpuError("a thread never reached the barrier")
 
-    monkeypatch.setattr(check_command, "run_kernels", fails)
+    monkeypatch.setattr(gradient_check, "run_kernels", fails)
     code, _, err = call(capsys, "--quick", "--on", "cpu")
     assert code == 1 and err.strip().splitlines()[-1].endswith(
         "cupynorm: a kernel failed: a thread never reached the barrier"
@@ -120,7 +120,7 @@ def test_interrupted(monkeypatch, capsys):
     def interrupt(problem, where, layouts=None):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(check_command, "run_kernels", interrupt)
+    monkeypatch.setattr(gradient_check, "run_kernels", interrupt)
     code, _, err = call(capsys, "--quick", "--on", "cpu")
     assert code == 130 and err.strip().endswith("cupynorm: interrupted")
 
@@ -198,7 +198,7 @@ def test_a_refusal_is_a_sentence_and_an_exit_code():
 @pytest.mark.parametrize("on", ["cpu", "gpu"])
 @pytest.mark.parametrize("device", DEVICES.values(), ids=str)
 def test_the_grid_reaches_every_strategy(device, on):
-    entries = random_entries(grid_shapes(device, on), list(DTYPES), Wanted(on))
+    entries = random_entries(grid_shapes(device, on), NORMS, list(DTYPES))
     expected = {
         name
         for name, row in STRATEGIES.items()

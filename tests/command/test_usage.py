@@ -63,19 +63,19 @@ from cupynorm.command_line import number, positives
         ),
         (
             ("bench", "--amax"),
-            "--amax is given for a y of 16 or more bits; expected --out-dtype float8_e4m3fn",
+            "amax is recorded with out_dtype None and scale None; expected an out_dtype of 8 bits",
         ),
         (
             ("bench", "--amax", "--out-dtype", "float8_e5m2", "--scale", "given,row"),
-            "--amax is given with --scale given,row; expected --scale given",
+            "amax is recorded with out_dtype float8_e5m2 and scale given, row; expected",
         ),
         (
             ("bench", "--scale", "row"),
-            "--scale is given for a y of 16 or more bits; expected --out-dtype float8_e4m3fn",
+            "scale is 'row' with out_dtype None; expected an out_dtype of float8_e4m3fn or",
         ),
         (
             ("bench", "--out-dtype", "float8_e5m2", "--direction", "both"),
-            "--direction is both and --out-dtype float8_e5m2; expected --direction forward",
+            "direction is both with out_dtype float8_e5m2; expected forward",
         ),
         (("bench", "--cols", "0"), "expected 1 or more"),
         (("bench", "--cols", "64,,"), "not a whole number"),
@@ -88,7 +88,7 @@ from cupynorm.command_line import number, positives
         ),
         (
             ("bench", "--direction", "both", "--tile", "warp: pack_size 8, threads_per_row 32"),
-            "--tile and --direction both are given; expected forward or backward for a tile",
+            "a tile belongs to one direction; expected cells of forward or backward",
         ),
         (
             ("bench", "--readme", "--tile", "warp: pack_size 8, threads_per_row 32"),
@@ -98,18 +98,21 @@ from cupynorm.command_line import number, positives
         (("bench", "--host", "--first-call"), "not allowed with argument"),
         (
             ("bench", "--elements", "8", "--cols", "16"),
-            "--elements is 8, less than one row of 16 columns",
+            "elements is 8, less than one row of 16 columns",
         ),
         (("bench", "--guard", str(ROOT / "README.md")), "README.md is no result of the benchmark"),
         (("bench", "--compare", "none.json", "none.json"), "none.json: No such file or directory"),
         (("tune", "--direction", "both"), "'both' is unknown; expected some of forward,backward"),
         (
             ("tune", "--cols", "16", "--elements", "8"),
-            "--elements is 8, less than one row of 16 columns",
+            "elements is 8, less than one row of 16 columns",
         ),
         (("tune", "--output", "none/tiles.json"), "none/tiles.json: there is no folder"),
+        (("tune", "--output", "."), ".: this is a folder; expected a file"),
+        (("bench", "--json", "."), ".: this is a folder; expected a file"),
         (("bench", "linear", "--json", "none/linear.json"), "none/linear.json: there is no folder"),
         (("--on", "tpu"), "invalid choice: 'tpu'"),
+        (("--eps", "nan"), "'nan' is not a finite number"),
         (("plna", "12288"), "'plna' is no command; expected one of check, fuzz, plan, bench, tune"),
         (("explain", "1023"), "cupynorm.explain is a name of Python and no command; expected one"),
         (("--fast",), "unrecognized arguments: --fast"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
+from cupynorm.check import kernels
 from cupynorm.explore.changes import changed_sources
-from cupynorm.gpu import nvrtc
+from cupynorm.gpu import environment, nvrtc
+from cupynorm.gpu.on_cpu import NoCompilerError
 from cupynorm.gpu.source_files import source_files
 
 TWO_PASS = "centered_values[at] = values[at] - first;"
@@ -55,6 +59,16 @@ def versions(found: cupynorm.Experiment) -> tuple:
 def test_a_diff_is_the_same_change():
     assert changed_sources(DIFF) == changed_sources(SAME)
     assert changed_sources(on_cpu(SAME).diff) == changed_sources(SAME)
+
+
+def test_a_folder_that_lost_a_file_is_not_used_again(tmp_path, monkeypatch):
+    """Temporary folders are cleaned file by file; others may write there first."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    texts = {path.name: path.read_text() for path in changed_sources(SAME).iterdir()}
+    for spoil in (Path.unlink, lambda path: path.write_text("other")):
+        spoil(changed_sources(SAME) / "statistics.cuh")
+        again = changed_sources(SAME)
+        assert {path.name: path.read_text() for path in again.iterdir()} == texts
 
 
 def test_a_whole_source_is_a_change():
@@ -159,3 +173,38 @@ def test_an_input_of_ones_own():
         ValueError, match=r"input has shape \(3,\); expected \(num_rows, num_cols\)"
     ):
         on_cpu(ONE_PASS, input=np.ones(3))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_cols": 0, "on": "cpu"}, "x is 4 x 0; expected at least one element"),
+        ({"num_rows": 0, "on": "cpu"}, "x is 0 x 64; expected at least one element"),
+        ({"seed": -1, "on": "cpu"}, "seed is -1; expected an int of 0 or more"),
+        pytest.param(
+            {"on": "gpu"},
+            "on is 'gpu', but CuPy finds no GPU",
+            marks=pytest.mark.skipif(environment.has_gpu(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_arguments_of_which_nothing_can_be_learnt_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        cupynorm.experiment(SAME, **{"num_cols": 64, "num_rows": 4, **options})
+
+
+def test_the_text_of_a_fault_is_escaped_in_html():
+    found = on_cpu(SAME, 64)
+    found.changed.result, found.changed.fault = None, "forward_warp<float, 3> & more"
+    assert "forward_warp&lt;float, 3&gt; &amp; more" in found._repr_html_()
+
+
+@needs_nvrtc
+def test_without_a_compiler_registers_are_found_all_the_same(monkeypatch):
+    def compiled(*given):
+        raise NoCompilerError("a C++20 compiler is needed")
+
+    monkeypatch.setattr(kernels, "cpu_kernel", compiled)
+    found = on_cpu(SAME)
+    assert not found and found.shipped.registers and found.changed.registers
+    assert found.changed.fault == "a C++20 compiler is needed"

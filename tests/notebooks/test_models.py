@@ -436,11 +436,11 @@ def test_no_model_is_started_that_would_end_too_late(example, monkeypatch, tmp_p
     [
         (["--resume"], "--resume is given without --json"),
         (["--graphs", "--phases", "training"], "--graphs is given without inference"),
-        (["--models", "gpt9"], "'gpt9' is unknown; expected some of gpt2, bert"),
+        (["--models", "gpt9"], "'gpt9' is unknown; expected some of gpt2,bert"),
         (["--runs", "apex"], "'apex' is unknown; expected some of torch"),
         (["--graphs", "--device", "cpu"], "--graphs is given with --device cpu; expected a GPU"),
         (["--profile", "--device", "cpu"], "--profile is given with --device cpu; expected a GPU"),
-        (["--steps", "0"], "'0' is not a number of 1 or more"),
+        (["--steps", "0"], "0 is too few; expected 1 or more"),
     ],
 )
 def test_what_it_refuses(example, arguments, sentence, capsys):

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cache, partial
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
 
 import numpy as np
 
-from ...dtypes import DTYPES, encode
+from ...dtypes import DTYPES, decode
+from ...gpu import arrays, nvrtc
+from ...gpu.arrays import CuPyLibrary
 from ...norm import api
 from ...norm import backward as backwards
-from ..cases import Case, Problem
-from ..kernels import CpuMachine
-from ..placement import Placed, WrongWrite, empty, place
+from ..cases import Problem
+from ..kernels import CpuMachine, Machine
+from ..placement import Placed
 from ..quantized import launch_8_bits
-from ..run import Tensors, launch_kernels
+from ..run import GuardedTensors, launch_kernels
 from .draws import Draw
-from .memory import CuPy, Library, Made, OneCallMachine, Operands, Torch
+from .memory import OneCallMachine
 
-Machine = CpuMachine | OneCallMachine
 Results = dict[str, np.ndarray]
 Read = Callable[[], Results]
 _NUM_STARTED = 8  # calls of a process that a GPU has at a time
@@ -47,87 +49,47 @@ def start(drawn: Draw, problem: Problem, where: Machine, times: int = 1) -> list
     Returns for each time what reads the outputs after where.wait(): as float64, and those of 8-bit
     calls in their storage dtypes. That raises WrongWrite. start raises what the call raises.
     """
-    if drawn.route != "kernels":
-        call = _PublicCall(drawn, problem, where)
-        started = [call.start() for _ in range(times)]
-        return _reads(started[0].read, started[-1].is_like(started[0]), started[-1].read)[:times]
-    given = (problem, where, drawn.layouts)
-    if drawn.how is None:
-        return _start(where, times, "results", lambda: launch_kernels(*given))
-    return _start(where, times, "raw", lambda: launch_8_bits(problem, drawn.how, *given[1:])[0])
 
+    def launched() -> Callable[..., Results]:
+        if drawn.route != "kernels":
+            return _PublicCall(drawn, problem, where).results
+        if drawn.how is None:
+            return launch_kernels(problem, where, drawn.layouts).results
+        return launch_8_bits(problem, drawn.how, where, drawn.layouts)[0].raw
 
-def _start(where: Machine, times: int, read: str, launch: Callable[[], Tensors]) -> list[Read]:
-    """read: the method of Tensors that reads the outputs."""
-    if isinstance(where, CpuMachine):
-        return [getattr(launch(), read) for _ in range(times)]
-    read_with = getattr(launch(), read)
+    if where.on == "cpu":
+        return [launched() for _ in range(times)]
+    read = launched()
     run = where.end(repeats=times == 2)
-    is_repeated, again = partial(where.is_repeated, run), partial(read_with, where.get_again)
-    return _reads(read_with, is_repeated, again)[:times]
+    first = cache(read)
+    # What has the same bytes is not read again.
+    return [first, lambda: first() if where.is_repeated(run) else read(again=True)][:times]
 
 
-def _reads(first: Read, is_repeated: Callable[[], bool], again: Read) -> list[Read]:
-    """again is not read where it has the same bytes as first."""
-    first = cache(first)
-    return [first, lambda: first() if is_repeated() else again()]
+def _as_cupy(memory: Any, placed: Placed, dtype: str) -> Any:
+    """The array that is placed in these bytes, a CuPy array."""
+    elements = memory.view(CuPyLibrary.dtype(dtype))[placed.first :]
+    strides = tuple(stride * elements.itemsize for stride in placed.strides)
+    return nvrtc.cupy().lib.stride_tricks.as_strided(elements, placed.shape, strides)
 
 
-class _Out:
-    """An array for y between guards."""
-
-    def __init__(self, case: Case, library: Library) -> None:
-        dtype, self._library = case.dtype("y"), library
-        self._placed = empty((case.num_rows, case.num_cols), DTYPES[dtype].storage)
-        self._memory = library.put(self._placed.memory.view(np.uint8))
-        self.array = library.view(self._memory, 0, self._placed, dtype)
-
-    def fetch(self) -> Callable[[], None]:
-        """Reads it. Returns a check, which raises WrongWrite if its guards have changed."""
-        after = self._library.fetch(self._memory)
-
-        def check() -> None:
-            try:
-                self._placed.taken_from(after.view(self._placed.memory.dtype))
-            except WrongWrite as error:
-                raise WrongWrite(f"out: {error}") from None
-
-        return check
-
-
-class _Made(NamedTuple):
-    """What a public call has made, after where.wait(). checks: they raise WrongWrite."""
-
-    outputs: Made
-    checks: list[Callable[[], None]]
-
-    def check(self) -> None:
-        for each in self.checks:
-            each()
-
-    def read(self) -> Results:
-        self.check()
-        return self.outputs.float64()
-
-    def is_like(self, first: _Made) -> Callable[[], bool]:
-        """Whether the bytes of the outputs are those of `first`. It raises WrongWrite."""
-
-        def is_like() -> bool:
-            self.check()
-            return self.outputs.has_bytes_of(first.outputs)
-
-        return is_like
+def _as_torch(memory: Any, placed: Placed, dtype: str) -> Any:
+    """The tensor that is placed in these bytes, a CuPy array."""
+    torch = sys.modules["torch"]
+    elements = torch.from_dlpack(memory).view(getattr(torch, dtype))
+    first = elements.storage_offset() + placed.first
+    return elements.as_strided(placed.shape, placed.strides, first)
 
 
 class _PublicCall:
-    """A forward and a backward by the public functions."""
+    """A forward and a backward by the public functions, which where.end() starts."""
 
     def __init__(self, drawn: Draw, problem: Problem, where: OneCallMachine) -> None:
-        self.drawn, self.problem, self.case = drawn, problem, problem.case
-        self.library = CuPy(where) if drawn.route == "cupy" else Torch(where)
-        case = self.case
+        case = problem.case
+        self.drawn, self.problem, self.case, self._where = drawn, problem, case, where
+        self.is_layer_norm = case.norm == "layer_norm"
         y = case.dtype("y")
-        dtypes = {
+        self.dtypes = {
             "x": case.x,
             "weight": case.dtype("weight"),
             "bias": case.dtype("bias"),
@@ -139,33 +101,55 @@ class _PublicCall:
             "dy1": y,
             "dsum": case.sum,
         }
-        self.dtypes = dtypes
-        placed = {name: (self._placed(name, dtype), dtype) for name, dtype in dtypes.items()}
-        there = {name: each for name, each in placed.items() if each[0] is not None}
-        self._memory = Operands(there, self.library)
-        self.operands = dict.fromkeys(dtypes) | self._memory.arrays
-        self.is_layer_norm = case.norm == "layer_norm"
+        self._tensors = GuardedTensors(where, drawn.layouts)
+        for name, dtype in self.dtypes.items():
+            self._tensors.put(name, getattr(problem, name), dtype)
+        if drawn.seed % 3 == 0 and drawn.route != "autograd":
+            self._tensors.make("out", problem.x.shape, y, is_result=False)
+        if drawn.route != "cupy":
+            import torch  # noqa: F401
+        view = _as_cupy if drawn.route == "cupy" else _as_torch
+        self.operands: dict[str, Any] = dict.fromkeys((*self.dtypes, "out")) | {
+            name: view(where.there(array), placed, self._tensors.rows[name].dtype)
+            for name, array, placed, _ in self._tensors.placed
+        }
+        # Of each time: the outputs, and their shapes, dtypes and bytes by name.
+        self._made: list[tuple[dict, dict[str, tuple[tuple[int, ...], str, np.ndarray]]]] = []
+        where.call(self.run)
 
-    def _placed(self, name: str, dtype: str | None) -> Placed | None:
-        values = getattr(self.problem, name)
-        if values is None or dtype is None:
-            return None
-        return place(encode(values, dtype), self.drawn.layouts.get(name, "contiguous"))
+    def run(self) -> None:
+        """Makes the call without waiting for outputs."""
+        with self._own_stream() if self.drawn.seed % 4 == 0 else nullcontext():
+            made = self._recorded() if self.drawn.route == "autograd" else self._explicit()
+        fetched = {}
+        for name, array in made.items():
+            if array is not None:
+                is_torch = arrays.is_torch(array)
+                made[name] = array = (
+                    array.contiguous() if is_torch else nvrtc.cupy().ascontiguousarray(array)
+                )
+                kind = (tuple(array.shape), arrays.dtype_name(array))
+                fetched[name] = (*kind, self._where.fetch(array))
+        self._made.append((made, fetched))  # outputs are kept until they are copied
 
-    def start(self) -> _Made:
-        """Runs it without waiting for outputs."""
-        is_recorded = self.drawn.route == "autograd"
-        out = (
-            _Out(self.case, self.library) if self.drawn.seed % 3 == 0 and not is_recorded else None
-        )
-        has_own_stream = self.drawn.seed % 4 == 0
-        with self.library.stream() if has_own_stream else nullcontext():
-            made = self._recorded() if is_recorded else self._explicit(out)
-        there = {name: array for name, array in made.items() if array is not None}
-        outputs, checks = Made(there, self.library), [self._memory.fetch()]
-        if out is not None:
-            checks.append(out.fetch())
-        return _Made(outputs, checks)
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """A stream of its own, which begins after all earlier work and ends before later work."""
+        own, current = self._where.own_stream, nvrtc.cupy().cuda.get_current_stream()
+        own.wait_event(current.record())
+        cuda = None if self.drawn.route == "cupy" else sys.modules["torch"].cuda
+        with own if cuda is None else cuda.stream(cuda.ExternalStream(own.ptr)):
+            yield
+        current.wait_event(own.record())
+
+    def results(self, again: bool = False) -> Results:
+        """The outputs as float64. Raises WrongWrite if inputs or guards have changed."""
+        self._tensors.raw(again)
+        _, fetched = self._made[again]
+        return {
+            name: decode(memory.view(DTYPES[dtype].storage).reshape(shape), dtype)
+            for name, (shape, dtype, memory) in fetched.items()
+        }
 
     def _launch_options(self) -> dict[str, Any]:
         case = self.case
@@ -188,12 +172,10 @@ class _PublicCall:
             **self._launch_options(),
         }
 
-    def _explicit(self, out: _Out | None) -> dict[str, Any]:
+    def _explicit(self) -> dict[str, Any]:
         """By layer_norm_forward and layer_norm_backward, or those of rms_norm."""
         case, operands = self.case, self.operands
-        options = self._forward_options()
-        if out is not None:
-            options["out"] = out.array
+        options = self._forward_options() | {"out": operands["out"]}
         forward = api.layer_norm_forward if self.is_layer_norm else api.rms_norm_forward
         made = forward(operands["x"], operands["weight"], operands["bias"], case.eps, **options)
         results = {name: getattr(made, name) for name in ("y", "mean", "rstd")}
@@ -238,7 +220,7 @@ class _PublicCall:
 
     def _recorded(self) -> dict[str, Any]:
         """By layer_norm or rms_norm and torch's autograd."""
-        case, operands, torch = self.case, self.operands, self.library.torch
+        case, operands, torch = self.case, self.operands, sys.modules["torch"]
         given = ("x", "weight", "bias", "residual", "weight1", "bias1")
         leaves = {
             name: operands[name].detach().requires_grad_()

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from ...command_line import Commands, number, positive
-from ...gpu import environment
+from ...gpu import on_cpu
 from .. import kernels
 from ..cases import Case
-from ..kernels import CpuMachine
-from .calls import Machine, machine, machines
+from ..kernels import Machine
+from .calls import machine, machines
 from .draws import PER_CASE, Draw, draw
 from .judge import Complaint, Refused, Started, complaints
 from .smaller import as_python, smallest
@@ -46,6 +46,12 @@ class Batch(NamedTuple):
     began: float = 0.0
     num_late: int = 0
 
+    def plus(self, other: Batch) -> Batch:
+        """Both together. lost: those of the other."""
+        judged, refused = self.num_judged + other.num_judged, self.num_refused + other.num_refused
+        began, late = min(self.began, other.began), self.num_late + other.num_late
+        return Batch(judged, refused, self.failures + other.failures, other.lost, began, late)
+
 
 def add_to(commands: Commands) -> None:
     """Adds the parser of `fuzz`."""
@@ -70,8 +76,9 @@ def add_to(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if every call was right, else 1."""
-    kernels.machine(arguments.on)  # refuses a GPU that is not there
-    on = arguments.on or ("gpu" if environment.has_gpu() else "cpu")
+    on = kernels.machine(arguments.on).on
+    if on == "cpu":
+        on_cpu.compiler()  # without one, the error says what to install
     seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
     if arguments.replay is not None:
         if arguments.seed is None:
@@ -121,7 +128,7 @@ def _show(index: int, drawn: Draw, wrong: list[Complaint], where: Machine) -> No
             small = drawn
         else:
             print("smaller:", *(each.sentence for each in complaints(small, where)), sep="\n  ")
-    print(as_python(small, _name(where)), end="\n\n")
+    print(as_python(small, where.on), end="\n\n")
 
 
 def _fails(drawn: Draw, how: Complaint, where: Machine) -> bool:
@@ -135,27 +142,19 @@ def _is_useless(where: Machine) -> bool:
     return complaints(Draw(Case("layer_norm", 1, 8, "float32")), where) != []
 
 
-def _name(where: Machine) -> str:
-    return "cpu" if isinstance(where, CpuMachine) else "gpu"
-
-
 def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
     """Calls 0, 1, 2, ... of a seed, by several processes, until the time is over."""
     deadline = time.time() + seconds  # a clock that all processes share
-    began, half = deadline, deadline - seconds / 2
-    judged = refused = late = first = 0
-    failures: list[tuple[int, list[Complaint]]] = []
-    size = _BATCH[on]
-    context = _context()
+    found, first, size = Batch(0, 0, [], began=deadline), 0, _BATCH[on]
     with (
-        ProcessPoolExecutor(jobs, mp_context=context) as pool,
+        ProcessPoolExecutor(jobs, mp_context=_context()) as pool,
         tqdm(desc="fuzzing", unit="call", leave=False, disable=None) as bar,
     ):
         running: dict[Future, int] = {}
         while running or time.time() < deadline:
             while len(running) < jobs and time.time() < deadline:
-                indices = range(first, first + size)
-                running[pool.submit(batch, seed, indices, on, deadline, half)] = first
+                timing = (deadline, deadline - seconds / 2)
+                running[pool.submit(batch, seed, range(first, first + size), on, *timing)] = first
                 first += size
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
@@ -165,16 +164,13 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
                 except BrokenProcessPool:
                     last = begin + size - 1
                     died = Complaint.of(f"a process ended in one of the calls {begin} to {last}")
-                    return Batch(judged, refused, [*failures, (begin, [died])], began=began)
-                judged, refused = judged + made.num_judged, refused + made.num_refused
-                late += made.num_late
-                failures += made.failures
-                began = min(began, made.began)
+                    return found._replace(failures=[*found.failures, (begin, [died])])
+                found = found.plus(made)
                 bar.update(made.num_judged)
                 if made.lost:
-                    culprit = _culprit(seed, made.lost, on) or failures[-1]
-                    return Batch(judged, refused, [*failures[:-1], culprit], began=began)
-    return Batch(judged, refused, failures, began=began, num_late=late)
+                    culprit = _culprit(seed, made.lost, on) or found.failures[-1]
+                    return found._replace(failures=[*found.failures[:-1], culprit])
+    return found
 
 
 def _context() -> multiprocessing.context.BaseContext:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,20 +21,26 @@ import numpy as np
 from .. import kernels
 from ..allowed import expect
 from ..cases import Case, Problem
-from ..kernels import CpuMachine
+from ..kernels import Machine
 from ..placement import WrongWrite
 from ..quantized import judge_bytes, judge_values, run_quantized
 from ..results import Finding, judge_against
-from .calls import Machine, Results, machine, start
+from .calls import Results, machine, start
 from .draws import Draw, problem_of
-from .memory import OneCallMachine
 
 # What the planner says of a forced strategy that a width cannot have, and of forced statistics that
 # a forced strategy cannot have there.
 _REFUSALS = ("too narrow", "too few for a cluster", "too wide")
 _REFUSAL_OF_STATISTICS = "statistics is 'two_pass'; expected 'welford' or None"
-_OF_ROWS = ("x", "dy", "residual", "row_scale", "dsum", "dy1")  # the operands with one row each
-_OUTPUTS_OF_ROWS = ("y", "y1", "mean", "rstd", "sum", "dx", "dresidual", "recomputed")
+_OPERANDS_WITH_ROWS = (
+    "x",
+    "dy",
+    "residual",
+    "row_scale",
+    "dsum",
+    "dy1",
+)  # the operands with one row each
+_OUTPUTS_WITH_ROWS = ("y", "y1", "mean", "rstd", "sum", "dx", "dresidual", "recomputed")
 
 
 _NOT_OF_AUTOGRAD = {"mean", "rstd"}
@@ -60,8 +66,7 @@ def rerun(drawn: Draw, on: str | None = None) -> str:
 
     on: "gpu", "cpu", or None for a GPU if there is one. Raises Refused.
     """
-    is_cpu = isinstance(kernels.machine(on), CpuMachine)
-    where = machine("cpu" if is_cpu else "gpu")
+    where = machine(kernels.machine(on).on)
     return "\n".join(each.sentence for each in complaints(drawn, where))
 
 
@@ -77,28 +82,64 @@ class Started:
     """
 
     def __init__(self, drawn: Draw, where: Machine) -> None:
-        self._case, self._where = drawn.case, where
+        self._drawn, self._where = drawn, where
         self._error: Exception | None = None
-        self._steps = _complaints(drawn, where)
         try:
-            next(self._steps)
+            self._start()
         except Exception as error:  # whatever a call raises is what is looked for
             self._error = error
+
+    def _start(self) -> None:
+        """Starts the call, the same again, and one row alone."""
+        drawn, where, how = self._drawn, self._where, self._drawn.how
+        if where.on == "gpu":
+            where.begin_call()
+        else:
+            where.seed = drawn.seed
+        # It refuses what does not fit before values are drawn.
+        self._welford = kernels.uses_welford(drawn.case, where.device)
+        self._problem = problem = problem_of(drawn)
+        self._beside_plain = None  # bytes of an 8-bit call, and of the same kernel without
+        if how is not None and where.on == "cpu":
+            self._beside_plain = run_quantized(problem, how, where, drawn.layouts)
+            self._first, self._again = lambda: self._beside_plain[0], *start(drawn, problem, where)
+        else:
+            self._first, self._again = start(drawn, problem, where, times=2)
+        self._alone, self._row = None, drawn.seed % drawn.case.num_rows
+        scales_rows = how is None or how.scaling != "tensor"
+        if drawn.case.num_rows > 1 and not (drawn.case.dropout_p or drawn.layouts) and scales_rows:
+            (self._alone,) = start(drawn, _row_of(problem, self._row), where)
+        if where.on == "gpu":
+            where.mark_end()
 
     def complaints(self) -> list[Complaint]:
         """All that is wrong, an error that the call raises included. Raises Refused."""
         try:
             if self._error is not None:
                 raise self._error
-            if isinstance(self._where, OneCallMachine):
+            if self._where.on == "gpu":
                 self._where.wait()
-            return next(self._steps)
+            return self._wrong()
         except WrongWrite as error:
             return [Complaint.of(str(error))]
         except Exception as error:
-            if isinstance(error, ValueError) and _is_refusal(self._case, str(error)):
+            if isinstance(error, ValueError) and _is_refusal(self._drawn.case, str(error)):
                 raise Refused(str(error)) from error
             return [Complaint.of(f"{type(error).__name__}: {error}")]
+
+    def _wrong(self) -> list[Complaint]:
+        problem, how, results = self._problem, self._drawn.how, self._first()
+        if how is None:
+            found = _off_of_float64(self._drawn, problem, results, self._welford)
+        else:
+            found = _off(judge_values(problem, how, results, rounded_mean=self._welford))
+        if self._beside_plain:
+            found = _off(judge_bytes(problem.case, how, *self._beside_plain)) + found
+        found += _repeated(results, self._again())
+        if self._alone is not None:
+            one_a_row = how is not None and how.scaling != "given"
+            found += _alone(results, self._alone(), self._row, *["scale_inv"] * one_a_row)
+        return found
 
 
 def _is_refusal(case: Case, words: str) -> bool:
@@ -109,41 +150,6 @@ def _is_refusal(case: Case, words: str) -> bool:
         or (case.tile and words.startswith("tile "))
         or (case.sm_margin and words.startswith("sm_margin is "))
     )
-
-
-def _complaints(drawn: Draw, where: Machine) -> Iterator[list[Complaint]]:
-    """Yields nothing when the call was started, and then all that is wrong with its results."""
-    if isinstance(where, OneCallMachine):
-        where.begin_call()
-    elif isinstance(where, CpuMachine):
-        where.seed = drawn.seed
-    welford = kernels.uses_welford(drawn.case, where.device)  # refuses before values are drawn
-    problem = problem_of(drawn)
-    case, how = problem.case, drawn.how
-    if how is not None and isinstance(where, CpuMachine):
-        made = run_quantized(problem, how, where, drawn.layouts)
-        first, again = lambda: made[0], *start(drawn, problem, where)
-    else:
-        made = None
-        first, again = start(drawn, problem, where, times=2)
-    alone, row = None, drawn.seed % case.num_rows
-    scales_rows = how is None or how.scaling != "tensor"
-    if case.num_rows > 1 and not case.dropout_p and not drawn.layouts and scales_rows:
-        (alone,) = start(drawn, _row_of(problem, row), where)
-    if isinstance(where, OneCallMachine):
-        where.mark_end()
-    yield []
-    results = first()
-    if how is None:
-        found = _off_of_float64(drawn, problem, results, welford)
-    else:
-        found = _off(judge_bytes(case, how, *made)) if made else []
-        found += _off(judge_values(problem, how, results, rounded_mean=welford))
-    found += _repeated(results, again())
-    if alone is not None:
-        one_a_row = how is not None and how.scaling != "given"
-        found += _alone(results, alone(), row, *["scale_inv"] * one_a_row)
-    yield found
 
 
 def _off_of_float64(
@@ -186,7 +192,7 @@ def _repeated(first: Results, second: Results) -> list[Complaint]:
 
 def _alone(first: Results, alone: Results, row: int, *names: str) -> list[Complaint]:
     """names: of outputs with one row each, beside the usual ones."""
-    there = [name for name in (*_OUTPUTS_OF_ROWS, *names) if name in first]
+    there = [name for name in (*_OUTPUTS_WITH_ROWS, *names) if name in first]
     return [
         Complaint.of(f"row {row} of {name} differs alone")
         for name in there
@@ -206,6 +212,6 @@ def has_same_bits(first: np.ndarray, second: np.ndarray) -> bool:
 
 def _row_of(problem: Problem, row: int) -> Problem:
     """The problem of one row."""
-    there = {name: getattr(problem, name) for name in _OF_ROWS}
+    there = {name: getattr(problem, name) for name in _OPERANDS_WITH_ROWS}
     rows = {name: each[row : row + 1] for name, each in there.items() if each is not None}
     return replace(problem, case=replace(problem.case, num_rows=1), **rows)

@@ -7,19 +7,17 @@ calls before it waits for the results of the first: each call has a machine of i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...dtypes import DTYPES, decode
 from ...gpu import arrays, nvrtc
 from ...gpu.launch import LoadedKernel, load, on_device
 from ...plan.instances import Launch
 from ..kernels import GpuCheckMachine
-from ..placement import GUARD_BYTES, Placed, WrongWrite
+from ..placement import GUARD_BYTES
 
 
 class _Part(NamedTuple):
@@ -29,9 +27,13 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def of(self, memory: np.ndarray) -> np.ndarray:
-        num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        return memory[self.first : self.first + num_bytes].view(self.dtype).reshape(self.shape)
+        own = memory[self.first : self.first + self.num_bytes]
+        return own.view(self.dtype).reshape(self.shape)
 
 
 class _Own(NamedTuple):
@@ -43,12 +45,16 @@ class _Own(NamedTuple):
 
 
 class Recorded:
-    """The launches of a run that were enqueued, and the bytes of the call's memory they use."""
+    """What a run enqueues, and the bytes of the call's memory that it uses.
+
+    fetched: of each time, copies of arrays that it made.
+    """
 
     def __init__(self, first: int) -> None:
         self.first = self.end = first
-        self.launches: list[tuple[Launch, tuple]] = []
+        self.steps: list[Callable[[], object]] = []
         self.own: list[_Own] = []
+        self.fetched: list[list[np.ndarray]] = []
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +71,7 @@ class OneCallMachine(GpuCheckMachine):
     def __init__(self, num_bytes: int = 2**24) -> None:
         super().__init__()
         self._there = self._on_gpu(num_bytes)
-        self._address = self._there.data.ptr
+        self._address = arrays.address(self._there)
         # Arrays before the launches, after them, and after the same launches again.
         self._before, *self._after = (self._pinned(num_bytes) for _ in range(3))
         self._end: Any = None
@@ -136,7 +142,11 @@ class OneCallMachine(GpuCheckMachine):
 
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
         """It is enqueued by end(), after one copy of all arrays of the run."""
-        self._run.launches.append((kernel_launch, words))
+        self.call(partial(self._enqueue, kernel_launch, words))
+
+    def call(self, step: Callable[[], object]) -> None:
+        """end() calls it, after the same copy."""
+        self._run.steps.append(step)
 
     def _enqueue(self, kernel_launch: Launch, words: tuple) -> None:
         stream = nvrtc.cupy().cuda.get_current_stream().ptr
@@ -147,9 +157,10 @@ class OneCallMachine(GpuCheckMachine):
         """Enqueues the run and what reads its arrays. repeats: whether it runs twice."""
         run, self._run.end = self._run, self._used
         for time in range(1 + repeats):
+            run.fetched.append([])
             self._copy_there(run, time)
-            for kernel_launch, words in run.launches:
-                self._enqueue(kernel_launch, words)
+            for step in run.steps:
+                step()
             self._copy_back(run, time)
         return run
 
@@ -180,169 +191,25 @@ class OneCallMachine(GpuCheckMachine):
     def is_repeated(self, run: Recorded) -> bool:
         """Whether both times left the same bytes everywhere."""
         first, second = (each[run.first : run.end] for each in self._after)
-        return np.array_equal(first, second) and all(
-            own.after[0].tobytes() == own.after[1].tobytes() for own in run.own
+        return (
+            np.array_equal(first, second)
+            and all(own.after[0].tobytes() == own.after[1].tobytes() for own in run.own)
+            and all(map(np.array_equal, *run.fetched))
         )
 
-    def send(self, memory: np.ndarray, pointer: int) -> None:
-        """Enqueues a copy of bytes to this address of the GPU."""
-        first = self._take(memory.size)
-        if first is not None:
-            here = self._before[first : first + memory.size]
-            here[...] = memory
-            memory = here
-        self._enqueue_copy(pointer, memory.ctypes.data, memory.size)
+    def there(self, array: _Part | _Own) -> Any:
+        """The bytes of an array on the GPU, a CuPy array."""
+        if isinstance(array, _Own):
+            return array.there.view(np.uint8)
+        return self._there[array.first : array.first + array.num_bytes]
 
-    def fetch(self, pointer: int, num_bytes: int) -> np.ndarray:
-        """Bytes from this address, which are there after wait()."""
-        first = self._take(num_bytes)
+    def fetch(self, array: Any) -> np.ndarray:
+        """The bytes of a contiguous CuPy array or tensor, which are here after wait()."""
+        first = self._take(array.nbytes)
         if first is None:
-            memory = np.empty(num_bytes, np.uint8)
+            memory = np.empty(array.nbytes, np.uint8)
         else:
-            memory = self._after[0][first : first + num_bytes]
-        self._enqueue_copy(memory.ctypes.data, pointer, num_bytes)
+            memory = self._after[0][first : first + array.nbytes]
+        self._enqueue_copy(memory.ctypes.data, arrays.address(array), array.nbytes)
+        self._run.fetched[-1].append(memory)
         return memory
-
-
-class Operands:
-    """The inputs of a call of the public functions, in one memory of the GPU.
-
-    placed: name -> (where it lies in memory of its own, its dtype). library: a Torch or a CuPy.
-    """
-
-    def __init__(self, placed: Mapping[str, tuple[Placed, str]], library: Library) -> None:
-        self._library, self._parts = library, {}
-        size = 0
-        for name, (each, _) in placed.items():
-            self._parts[name] = _Part(size, each.memory.shape, each.memory.dtype)
-            size += -(-each.memory.nbytes // GUARD_BYTES) * GUARD_BYTES
-        self._before = np.zeros(size, np.uint8)
-        for name, (each, _) in placed.items():
-            self._parts[name].of(self._before)[...] = each.memory
-        self._memory = library.put(self._before)
-        self.arrays = {
-            name: library.view(self._memory, self._parts[name].first, each, dtype)
-            for name, (each, dtype) in placed.items()
-        }
-
-    def fetch(self) -> Callable[[], None]:
-        """Reads them. Returns a check, which raises WrongWrite if a call has changed them, or their
-        guards.
-        """
-        after = self._library.fetch(self._memory)
-
-        def check() -> None:
-            if np.array_equal(after, self._before):
-                return
-            for name, part in self._parts.items():
-                if part.of(after).tobytes() != part.of(self._before).tobytes():
-                    raise WrongWrite(f"{name} was written to, or what surrounds it")
-            raise WrongWrite("memory between two operands was written to")
-
-        return check
-
-
-class Torch:
-    """Tensors of torch on the current GPU."""
-
-    def __init__(self, where: OneCallMachine) -> None:
-        import torch
-
-        self.torch, self._where = torch, where
-
-    def put(self, memory: np.ndarray) -> Any:
-        """memory: bytes."""
-        there = self.torch.empty(memory.size, dtype=self.torch.uint8, device="cuda")
-        self._where.send(memory, there.data_ptr())
-        return there
-
-    def view(self, memory: Any, first: int, placed: Placed, dtype: str) -> Any:
-        """The tensor that lies at this byte of the memory."""
-        elements = memory[first : first + placed.memory.nbytes].view(getattr(self.torch, dtype))
-        begin = elements.storage_offset() + placed.first
-        return elements.as_strided(placed.shape, placed.strides, begin)
-
-    def fetch(self, memory: Any) -> np.ndarray:
-        """Its bytes, which are there after where.wait()."""
-        return self._where.fetch(memory.data_ptr(), memory.numel())
-
-    def join(self, made: Iterable[Any]) -> Any:
-        """The bytes of several arrays, one after another."""
-        flat = [each.contiguous().reshape(-1).view(self.torch.uint8) for each in made]
-        return self.torch.cat(flat)
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """A stream of its own, which begins after all earlier work and ends before later work."""
-        cuda = self.torch.cuda
-        own, current = cuda.Stream(), cuda.current_stream()
-        own.wait_stream(current)
-        with cuda.stream(own):
-            yield
-        current.wait_stream(own)
-
-
-class CuPy:
-    """Arrays of CuPy on the current GPU."""
-
-    def __init__(self, where: OneCallMachine) -> None:
-        self.cupy, self._where = nvrtc.cupy(), where
-
-    def put(self, memory: np.ndarray) -> Any:
-        """memory: bytes."""
-        there = self.cupy.empty(memory.size, np.uint8)
-        self._where.send(memory, there.data.ptr)
-        return there
-
-    def view(self, memory: Any, first: int, placed: Placed, dtype: str) -> Any:
-        """The array that lies at this byte of the memory."""
-        kind = arrays.CuPyLibrary.dtype(dtype)
-        elements = memory[first : first + placed.memory.nbytes].view(kind)[placed.first :]
-        strides = tuple(stride * elements.itemsize for stride in placed.strides)
-        return self.cupy.lib.stride_tricks.as_strided(elements, placed.shape, strides)
-
-    def fetch(self, memory: Any) -> np.ndarray:
-        """Its bytes, which are there after where.wait()."""
-        return self._where.fetch(memory.data.ptr, memory.size)
-
-    def join(self, made: Iterable[Any]) -> Any:
-        """The bytes of several arrays, one after another."""
-        contiguous = map(self.cupy.ascontiguousarray, made)
-        return self.cupy.concatenate([each.reshape(-1).view(np.uint8) for each in contiguous])
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """A stream of its own, which begins after all earlier work and ends before later work."""
-        own, current = self._where.own_stream, self.cupy.cuda.get_current_stream()
-        own.wait_event(current.record())
-        with own:
-            yield
-        current.wait_event(own.record())
-
-
-Library = Torch | CuPy
-
-
-class Made:
-    """Outputs of the public functions, copied to the host."""
-
-    def __init__(self, made: Mapping[str, Any], library: Library) -> None:
-        self._kept = made  # until they are copied
-        self._kinds = {
-            name: (tuple(each.shape), arrays.dtype_name(each)) for name, each in made.items()
-        }
-        joined = library.join(made.values())
-        self._kept_too, self._memory = joined, library.fetch(joined)
-
-    def has_bytes_of(self, other: Made) -> bool:
-        """After where.wait()."""
-        return self._kinds == other._kinds and np.array_equal(self._memory, other._memory)
-
-    def float64(self) -> dict[str, np.ndarray]:
-        """After where.wait()."""
-        results, first = {}, 0
-        for name, (shape, dtype) in self._kinds.items():
-            part = _Part(first, shape, np.dtype(DTYPES[dtype].storage))
-            results[name] = decode(part.of(self._memory), dtype)
-            first += results[name].size * part.dtype.itemsize
-        return results

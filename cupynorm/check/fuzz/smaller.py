@@ -19,20 +19,16 @@ def smallest(drawn: Draw, fails: Callable[[Draw], bool], seconds: float) -> Draw
     progress = True
     while progress:
         progress = False
-        for simpler in _possible(drawn):
+        # Calls that could not have been drawn may fail for a reason of their own.
+        for simpler in map(possible, _simpler(drawn)):
+            if simpler == drawn:
+                continue
             if time.monotonic() > deadline:
                 return drawn
             if fails(simpler):
                 drawn, progress = simpler, True
                 break
     return drawn
-
-
-def _possible(drawn: Draw) -> Iterator[Draw]:
-    """Simpler calls that could have been drawn: others may fail for a reason of their own."""
-    for simpler in map(possible, _simpler(drawn)):
-        if simpler != drawn:
-            yield simpler
 
 
 def _simpler(drawn: Draw) -> Iterator[Draw]:

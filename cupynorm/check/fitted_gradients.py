@@ -1,4 +1,6 @@
-"""dx as a sum of three terms: which of them is wrong, and by which factor.
+"""Gradients as sums: which term of dx is wrong, and which rows dweight and dbias lack.
+
+dx has three terms.
 
     dx = rstd * (wdy - mean(wdy) - x_hat * mean(wdy * x_hat))
 
@@ -13,13 +15,14 @@ from itertools import combinations
 
 import numpy as np
 
-from .judged import Candidate, Judged, best_of, explains
+from .judged import Candidate, Judged, best_of, explains, of_line, rest_of
 from .mistakes import Rows
 from .places import moves, nearest
 
 Maker = Callable[[str, dict], Candidate]  # of a sentence and changed factors
 
 _FEWEST_COLS = 12
+_MOST_ROWS, _MOST_COLS = 512, 2048  # of sums to which counts of rows are fitted
 _OF_16_BITS = 2.0**-7  # of the size of wdy: what 16-bit sums are off by
 _NAMES = ("wdy", "mean(wdy)", "x_hat * mean(wdy * x_hat)")
 
@@ -35,12 +38,11 @@ class _Terms:
         self.names = [name for name in _NAMES if rows.centered or name != _NAMES[1]]
         self.bases = dict(zip(_NAMES, bases))
         self.factors = {name: each for name, each in zip(_NAMES, factors) if name in self.names}
-        more = 0.0 if rows.problem.dsum is None else rows.problem.dsum
-        self.more = np.broadcast_to(more, rows.wdy.shape)
+        self.dsum = np.broadcast_to(rows.dsum, rows.wdy.shape)
 
     def made(self, changed: Mapping[str, np.ndarray | float]) -> np.ndarray:
         """dx with other factors, relative to the right ones."""
-        total = self.more
+        total = self.dsum
         for name in self.names:
             total = total + changed.get(name, 1.0) * self.factors[name] * self.bases[name]
         return total
@@ -93,7 +95,7 @@ def _explanations(
     rows: Rows, terms: _Terms, judged: Judged, factors: dict[str, np.ndarray]
 ) -> Iterator[Candidate]:
     def of(sentence: str, changed: dict[str, np.ndarray]) -> Candidate:
-        return Candidate(sentence, terms.made(changed), judged.allowed)
+        return Candidate(sentence, terms.made(changed))
 
     if len(factors) == len(terms.names):
         yield from _of_rstd(rows, of, factors)
@@ -182,3 +184,98 @@ def _are(names: list[str]) -> str:
 
 def _they(names: list[str]) -> str:
     return "it" if len(names) == 1 else "they"
+
+
+# Sums over rows.
+
+
+def of_sums(rows: Rows, judged: Judged) -> str:
+    """Which rows are missing in a sum over rows, or count more than once; "" if that is not it."""
+    if judged.tensor not in ("dweight", "dbias") or len(rows.dy) < 2:
+        return ""
+    terms = rows.dy * (rows.x_hat if judged.tensor == "dweight" else 1.0)
+    if not np.isfinite(terms).all() or not np.isfinite(judged.got).all():
+        return ""
+    return best_of(judged, _of_rows(terms, judged)) or _lost_updates(terms, judged)
+
+
+def _of_rows(terms: np.ndarray, judged: Judged) -> Iterator[Candidate]:
+    num_rows, num_cols = terms.shape
+    if num_rows <= 4096:
+        yield from _one_row(terms, judged)
+    # The first or last rows alone.
+    sums = np.cumsum(terms, axis=0)
+    for part in (sums, sums[-1] - sums):
+        far = np.abs(judged.got - part).mean(axis=1)
+        count = int(np.argmin(far)) + 1
+        if 0 < count < num_rows:
+            counts = np.zeros(num_rows) if part is not sums else np.ones(num_rows)
+            counts[count:] = 1 - counts[0]
+            yield _counting(counts, terms, judged)
+    for step in (2, 3, 4, 8, 16, 32, 64, 128):
+        for first in range(min(step, 4)):
+            counts = (np.arange(num_rows) % step == first).astype(np.float64)
+            yield _counting(counts, terms, judged)
+    if num_rows <= _MOST_ROWS and num_cols >= 1.25 * num_rows:
+        yield _counting(_fitted_counts(terms, judged), terms, judged)
+
+
+def _one_row(terms: np.ndarray, judged: Judged) -> Iterator[Candidate]:
+    squares = (terms**2).sum(axis=1)
+    products = terms @ (judged.got - judged.expected)
+    products /= np.maximum(squares, np.finfo(np.float64).tiny)
+    row = int(np.argmax(np.abs(products) * np.sqrt(squares)))
+    counts = np.ones(len(terms))
+    counts[row] += np.rint(products[row])
+    yield _counting(counts, terms, judged)
+
+
+def _fitted_counts(terms: np.ndarray, judged: Judged) -> np.ndarray:
+    """How often each row is counted. Rows whose terms are too small to tell are as those before."""
+    terms, left = terms[:, :_MOST_COLS], judged.got[:_MOST_COLS].copy()
+    size = np.sqrt((terms**2).mean(axis=1))
+    is_large = size > 0.05 * np.median(size)
+    counts = np.zeros(len(terms))
+    for rows in (is_large, ~is_large):
+        if rows.any():
+            found, *_ = np.linalg.lstsq(terms[rows].T, left, rcond=None)
+            counts[rows] = np.where(np.abs(found - np.rint(found)) < 0.2, np.rint(found), np.nan)
+            left -= np.nan_to_num(counts[rows]) @ terms[rows]
+    for row in np.flatnonzero(np.isnan(counts)):
+        counts[row] = counts[row - 1] if row else 1.0
+    return counts
+
+
+def _counting(counts: np.ndarray, terms: np.ndarray, judged: Judged) -> Candidate:
+    missing = counts == 0
+    is_few = 2 * missing.sum() < len(missing)
+    words = ""
+    if missing.any() and not missing.all():
+        which, _, verb = of_line(missing if is_few else ~missing, "row").rpartition(" ")
+        words = f"{which} {verb} not summed" if is_few else f"only {which} {verb} summed"
+    several = np.flatnonzero(~missing & (counts != 1))
+    if several.size:
+        words = f"row {several[0]} counts {counts[several[0]]:g} times"
+        if several.size > 1:
+            words += f", and {several.size - 1} more count wrongly"
+    return Candidate(words, counts @ terms)
+
+
+def _lost_updates(terms: np.ndarray, judged: Judged) -> str:
+    """Some columns lack the term of one row each, as in a race."""
+    off = np.flatnonzero(judged.off)
+    if not 0 < len(off) < judged.off.size / 2:
+        return ""
+    left = np.abs((judged.got - judged.expected)[off] + terms[:, off])
+    row = np.argmin(left, axis=0)
+    fitted = judged.expected.copy()
+    fitted[off] -= terms[row, off]
+    rest = rest_of(judged, fitted)[off]
+    # By chance, one of so many terms may be as near.
+    chance = len(terms) * judged.allowed[off] / np.sqrt((terms[:, off] ** 2).mean(axis=0))
+    if (rest > 1).any() or chance.max() > 0.02:
+        return ""
+    return (
+        "each of these lacks the term of one row, as when two threads update one sum at once: "
+        f"element {off[0]} lacks row {row[0]}"
+    )

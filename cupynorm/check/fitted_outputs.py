@@ -1,8 +1,10 @@
-"""The mean and rstd by which a row is right, and what a wrong one may be.
+"""What y, mean and rstd are right for, and what is wrong with that: of rows, columns, and groups.
 
-y = (factor * x_hat + shift) * weight + bias is fitted to each row. The row is then right for
+Of rows. y = (factor * x_hat + shift) * weight + bias is fitted to each. The row is then right for
 
     rstd' = factor * rstd        mean' = mean - shift / rstd'        var' = 1 / rstd'^2 - eps
+
+Of columns, the weight and bias are fitted; of groups of columns, a factor and a shift for each row.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
-from .judged import SHARE, Candidate, Judged, best_of, rest_of
+from .judged import SHARE, Candidate, Judged, best_of, explains, rest_of
 from .mistakes import Rows, of_statistics, summed_in
 from .places import moves, nearest
 
@@ -25,13 +27,22 @@ _ONE_PASS = (
 )
 _MOST_COLS = 4096  # of rows whose parts are tried
 _MOST_ROWS = 2048  # between which the statistics of another are sought
+_FEWEST_ROWS, _MOST_FITTED_COLS = 6, 2048  # of columns whose weight and bias are fitted
+_FEWEST_IN_GROUP = 4  # columns
 
 
-class Statistics(NamedTuple):
-    """Of each row, as columns."""
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Factor and shift of the straight line y = factor * x + shift through each row, as columns."""
+    middle = x.mean(axis=1, keepdims=True)
+    lever = x - middle
+    factor = (y * lever).sum(axis=1, keepdims=True) / (lever**2).sum(axis=1, keepdims=True)
+    return factor, y.mean(axis=1, keepdims=True) - factor * middle
 
-    mean: np.ndarray
-    rstd: np.ndarray
+
+def _without_affine(rows: Rows, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The x_hat that y would come from, and the columns whose weight is large enough to tell."""
+    use = np.abs(rows.w) > 0.1 * np.median(np.abs(rows.w))
+    return (y - rows.bias) / np.where(use, rows.w, 1), use
 
 
 class Fitted(NamedTuple):
@@ -46,17 +57,16 @@ def fit(rows: Rows, judged: Judged) -> Fitted | None:
     got = judged.got
     if judged.tensor == "rstd":
         return Fitted(got / rows.rstd[:, 0], np.zeros(len(got)))
-    x_hat, none = rows.x_hat, np.zeros(len(got))
+    x_hat, shift = rows.x_hat, np.zeros(len(got))
     if judged.tensor == "y":
-        use = np.abs(rows.w) > 0.1
+        z, use = _without_affine(rows, got)
         if not use.any():
             return None
-        z = ((got - rows.bias) / np.where(use, rows.w, 1))[:, use]
-        base = x_hat[:, use]
-        shift_of = z.mean(axis=1) if rows.centered else none
-        lever = base - base.mean(axis=1, keepdims=True) if rows.centered else base
-        factor = (z * lever).sum(axis=1) / (lever**2).sum(axis=1)
-        shift = shift_of - factor * base.mean(axis=1) if rows.centered else none
+        z, base = z[:, use], x_hat[:, use]
+        if rows.centered:
+            factor, shift = (each[:, 0] for each in _line(base, z))
+        else:
+            factor = (z * base).sum(axis=1) / (base**2).sum(axis=1)
         fitted = (factor[:, None] * x_hat + shift[:, None]) * rows.w + rows.bias
     elif judged.tensor == "dx" and rows.problem.dsum is None:
         first = rows.wdy - rows.centered * rows.wdy.mean(axis=1, keepdims=True)
@@ -65,12 +75,11 @@ def fit(rows: Rows, judged: Judged) -> Fitted | None:
         along = (x_hat**2).sum(axis=1)
         across = first - x_hat * ((first * x_hat).sum(axis=1) / along)[:, None]
         factor = (got * across).sum(axis=1) / (across**2).sum(axis=1) / rows.rstd[:, 0]
-        shift = none
         inner = first - (factor**2 * of_x_hat)[:, None] * x_hat
         fitted = (rows.rstd[:, 0] * factor)[:, None] * inner
     else:
         return None
-    rest = rest_of(judged, fitted, judged.allowed)
+    rest = rest_of(judged, fitted)
     fits = (rest <= 4) | np.isnan(got) | np.isnan(x_hat)
     return Fitted(factor, shift) if fits[judged.off].mean() >= SHARE else None
 
@@ -100,36 +109,40 @@ def of_rows(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
     implied = _implied(rows, judged)
     if implied is None:
         return ""
-    known = best_of(judged, _explanations(rows, judged, implied), counted)
+    known = best_of(judged, _explanations(rows, judged, *implied), counted)
     return known or _of_16_bits(rows, *implied) or _which(rows, *implied)
 
 
-def _implied(rows: Rows, judged: Judged) -> Statistics | None:
-    """Mean and rstd of each row; of mean and rstd themselves, the other one is right."""
+def _implied(rows: Rows, judged: Judged) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean and rstd of each row as columns; of mean and rstd themselves, the other one is right."""
     if judged.tensor == "mean":
-        return Statistics(judged.got[:, None], rows.rstd)
+        return judged.got[:, None], rows.rstd
     fitted = fit(rows, judged) if judged.tensor in ("y", "rstd") else None
     if fitted is None:
         return None
     rstd = fitted.factor[:, None] * rows.rstd
-    return Statistics(rows.center - fitted.shift[:, None] / rstd, rstd)
+    return rows.center - fitted.shift[:, None] / rstd, rstd
 
 
-def _explanations(rows: Rows, judged: Judged, implied: Statistics) -> Iterator[Candidate]:
-    def of(sentence: str, mean: np.ndarray, spread: np.ndarray) -> Candidate:
-        rstd = 1 / np.sqrt(spread + rows.case.eps)
-        return Candidate(sentence, of_statistics(rows, judged.tensor, mean, rstd), judged.allowed)
+def _explanations(
+    rows: Rows, judged: Judged, mean: np.ndarray, rstd: np.ndarray
+) -> Iterator[Candidate]:
+    """mean, rstd: of each row, by which it is right."""
 
-    spread = 1 / implied.rstd**2 - rows.case.eps
+    def of(sentence: str, wrong_mean: np.ndarray, wrong_spread: np.ndarray) -> Candidate:
+        wrong_rstd = 1 / np.sqrt(wrong_spread + rows.case.eps)
+        return Candidate(sentence, of_statistics(rows, judged.tensor, wrong_mean, wrong_rstd))
+
+    spread = 1 / rstd**2 - rows.case.eps
     plain = np.isfinite(spread) & (rows.spread > 100 * abs(rows.case.eps))
     plain &= rows.mean**2 <= 100 * rows.var
     if not plain.any():
         return
-    yield from _of_divisors(rows, of, implied.mean, spread, plain)
-    if len(implied.mean) <= _MOST_ROWS:
-        yield from _of_other_rows(rows, of, implied)
+    yield from _of_divisors(rows, of, mean, spread, plain)
+    if len(mean) <= _MOST_ROWS:
+        yield from _of_other_rows(rows, of, mean, rstd)
     if 8 <= rows.n <= _MOST_COLS:
-        yield from _of_parts(rows, of, implied.mean, spread, plain[:, 0])
+        yield from _of_parts(rows, of, mean, spread, plain[:, 0])
 
 
 def _of_divisors(
@@ -165,10 +178,12 @@ def _of_divisors(
         yield of(words, rows.mean, right + beyond / n * rows.mean**2)
 
 
-def _of_other_rows(rows: Rows, of: Maker, implied: Statistics) -> Iterator[Candidate]:
+def _of_other_rows(
+    rows: Rows, of: Maker, mean: np.ndarray, rstd: np.ndarray
+) -> Iterator[Candidate]:
     """Statistics of another row."""
     size = np.nanmedian(rows.rstd)  # so that both keys are of size 1
-    keys = np.stack([implied.mean[:, 0] * size, np.log(implied.rstd[:, 0])])
+    keys = np.stack([mean[:, 0] * size, np.log(rstd[:, 0])])
     known = np.stack([rows.center[:, 0] * size, np.log(rows.rstd[:, 0])])
     kinds = ("mean and rstd", "mean", "rstd") if rows.centered else ("rstd",)
     for which in ([0, 1], [0], [1]):
@@ -273,3 +288,73 @@ def _which(rows: Rows, mean: np.ndarray, rstd: np.ndarray) -> str:
     if np.median(np.abs(factor - 1)) <= small:
         return f"the mean is wrong, by {of_mean}; rstd is right"
     return f"mean and rstd are wrong: the mean by {of_mean}, rstd by {of_rstd}"
+
+
+def of_columns(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
+    """Which weight and bias each column was given, or "" if none explains the numbers."""
+    plain = counted.all(axis=1) & np.isfinite(judged.got).all(axis=1) if counted.ndim == 2 else []
+    if judged.tensor != "y" or rows.problem.weight is None or np.sum(plain) < _FEWEST_ROWS:
+        return ""
+    weight, bias = (each[:, 0] for each in _line(rows.x_hat[plain].T, judged.got[plain].T))
+    if not explains(judged, rows.x_hat * weight + bias, counted, 2.0):
+        return ""
+    known = best_of(judged, _moved_columns(rows, judged, weight, bias), counted)
+    if known:
+        return known
+    of_weight, of_bias = rows.x_hat * weight + rows.bias, rows.x_hat * rows.w + bias
+    for values, words in ((of_weight, "weight"), (of_bias, "bias")):
+        if explains(judged, values, counted):
+            return f"each column is right for another {words}: is its index the column?"
+    return "each column is right for another weight and bias: are their indices the column?"
+
+
+def _moved_columns(
+    rows: Rows, judged: Judged, weight: np.ndarray, bias: np.ndarray
+) -> Iterator[Candidate]:
+    if rows.n > _MOST_FITTED_COLS:
+        return
+    parameters = {"weight": (weight, rows.w), "bias": (bias, rows.bias)}
+    has_bias = rows.problem.bias is not None
+    for names in (("weight",), ("bias",), ("weight", "bias"))[: 3 if has_bias else 1]:
+        fitted, right = (np.stack(each) for each in zip(*(parameters[name] for name in names)))
+        for words, source in moves(nearest(fitted, right), "column", " and ".join(names)):
+            w = rows.w[source] if "weight" in names else rows.w
+            b = rows.bias[source] if "bias" in names else rows.bias
+            yield Candidate(words, rows.x_hat * w + b)
+
+
+def of_groups(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
+    """Whether groups of columns have a mean and rstd each, or ""."""
+    if judged.tensor != "y":
+        return ""
+    z, use = _without_affine(rows, judged.got)
+    tried = [(np.zeros(rows.n, int), ""), *_groups(rows.n)]
+    for group, sentence in sorted(tried, key=lambda each: each[0].max()):
+        if np.bincount(group[use], minlength=group.max() + 1).min() < _FEWEST_IN_GROUP:
+            continue
+        fitted = np.zeros_like(z)
+        for at in range(group.max() + 1):
+            own, here = group == at, (group == at) & use
+            factor, shift = _line(rows.x_hat[:, here], z[:, here])
+            fitted[:, own] = factor * rows.x_hat[:, own] + shift
+        values = fitted * rows.w + rows.bias
+        if not sentence and (rest_of(judged, values)[counted] <= 1).mean() > 0.8:
+            return ""  # most rows have one mean and rstd
+        if sentence and explains(judged, values, counted):
+            return sentence
+    return ""
+
+
+def _groups(n: int) -> Iterator[tuple[np.ndarray, str]]:
+    """Groups of columns: the number of each column's group, and the sentence."""
+    at = np.arange(n)
+    for size in 2 ** np.arange(3, 16):
+        if size < n:
+            words = f"each {size} columns have a mean and rstd of their own: "
+            yield at // size, words + "sums of threads or warps are not added up"
+    packs = {1: "columns", 2: "pairs of columns", 4: "packs of 4", 8: "packs of 8"}
+    for pack, what in packs.items():
+        for count in (2, 4, 8, 16, 32):
+            if pack * count < n:
+                words = f"{count} neighbouring {what} differ in mean and rstd: "
+                yield at // pack % count, words + "a step of the sum over lanes is missing"
