@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from ..plan.functors import Functors
@@ -199,3 +200,58 @@ class Tensors:
 
     def place(self, name: str) -> int:
         return self.names.index(name)
+
+
+class PreparedMatrixCall(OnGpu):
+    """A planned and compiled call that reads its operands and returns new arrays.
+
+    Norms have more: prepared.py.
+    """
+
+    def __init__(
+        self,
+        operands: Any,
+        layouts: Mapping[str, tuple[Rows, bool]],
+        outputs: Mapping[str, tuple[tuple[int, ...], str | None]],
+        call: Call | None,
+        *,
+        zeroed: bool = False,
+    ) -> None:
+        """operands: a NamedTuple that begins with x; None for what is absent.
+
+        layouts: of x, and of each operand that may need a copy, as rows_of and parameter_of give
+        them. outputs: shapes and dtypes; None for what is not wanted. zeroed: outputs are 0 before
+        the launch. call: None if there is nothing to compute: outputs stay 0.
+        """
+        names = [name for name, array in operands._asdict().items() if array is not None]
+        super().__init__(operands[0], names, operands._fields)
+        copied = tuple(name in layouts and layouts[name][1] for name in names)
+        self.copies = copied if any(copied) else ()
+        makers = {name: allocator(self.library, *each) for name, each in outputs.items() if each[1]}
+        if call is not None and call.partials_shape:
+            compute = compute_dtype(layouts["x"][0].dtype).name
+            makers["partials"] = allocator(self.library, call.partials_shape, compute)
+        order = Tensors(names, makers)
+        self.make = order.make
+        self.results = order.returns(*outputs)
+        self.zeroed = zeroed or call is None
+        if call is not None:
+            self.compile(call, order.names)
+
+    def run(self, operands: tuple) -> Any:
+        """The outputs in their order, None for one that is not wanted. One alone is no tuple."""
+        library = self.library
+        former = library.exchange_device(self.device_index)
+        try:
+            read = self.read(operands)
+            if self.copies:
+                read = self.contiguous(read)
+            tensors = read + (made := self.make())
+            if self.zeroed:
+                fill(made, 0)
+            if self.steps:
+                self.enqueue(tuple(map(library.address, tensors)), None)
+            return self.results((*tensors, None, None, None))
+        finally:
+            if former != self.device_index:
+                library.exchange_device(former)

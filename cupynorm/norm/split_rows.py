@@ -10,6 +10,7 @@ in cupynorm.reference.parallel.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..dtypes import compute_dtype
@@ -17,7 +18,7 @@ from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from .arguments import Call
 from .cache import keep, matrices
-from .on_gpu import OnGpu, allocator, fill, parameter_of, rows_of
+from .on_gpu import PreparedMatrixCall, parameter_of, rows_of
 from .request import Array
 from .split_calls import SplitNorm, gradients_call, normalize_call, statistics_call, sums_call
 
@@ -39,21 +40,13 @@ class OfPart(NamedTuple):
     sums: Array | None = None
 
 
-_ROWS, _PARAMETERS = ("x", "dy"), ("weight", "bias")
-
-
 def statistics_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
     """[3, num_rows]: mean, what is left of it after rounding, and M2 = sum of (x - mean)^2.
 
     For RMSNorm the sums of squares, [1, num_rows]. In the dtype of the arithmetic.
     """
-
-    def make(read: Mapping[str, Rows], _: Mapping[str, Any]) -> Call:
-        return statistics_call(norm, read)
-
-    shapes = {"part": (3 if norm.centered else 1, len(of_part.x))}
-    (part,) = _prepared("part", of_part, norm, (), make, shapes).run(of_part)
-    return part
+    shape = (3 if norm.centered else 1, len(of_part.x))
+    return _run(of_part, norm, {"part": (shape, _compute(of_part))}, statistics_call)
 
 
 def normalize(of_part: OfPart, norm: SplitNorm, dtype: str) -> tuple[Array, Array]:
@@ -63,15 +56,13 @@ def normalize(of_part: OfPart, norm: SplitNorm, dtype: str) -> tuple[Array, Arra
     alone, [1, num_rows]. They come from parts, or, without parts, are those that were given.
     """
     combines = of_part.parts is not None
-
-    def make(read: Mapping[str, Rows], new: Mapping[str, Rows]) -> Call:
-        return normalize_call(norm, {**read, "y": new["y"]}, combines=combines)
-
-    shapes: dict[str, tuple[int, ...]] = {"y": tuple(of_part.x.shape)}
-    if combines:
-        shapes["statistics"] = (3 if norm.centered else 1, len(of_part.x))
-    y, *statistics = _prepared("y", of_part, norm, (dtype,), make, shapes, y=dtype).run(of_part)
-    return y, statistics[0] if statistics else of_part.statistics
+    shape = (3 if norm.centered else 1, len(of_part.x))
+    outputs = {
+        "y": (tuple(of_part.x.shape), dtype),
+        "statistics": (shape, _compute(of_part) if combines else None),
+    }
+    y, statistics = _run(of_part, norm, outputs, partial(normalize_call, combines=combines))
+    return y, statistics if combines else of_part.statistics
 
 
 def sums_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
@@ -79,13 +70,8 @@ def sums_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
 
     In the dtype of the arithmetic.
     """
-
-    def make(read: Mapping[str, Rows], _: Mapping[str, Any]) -> Call:
-        return sums_call(norm, read)
-
-    shapes = {"sums": (2 if norm.centered else 1, len(of_part.x))}
-    (sums,) = _prepared("sums", of_part, norm, (), make, shapes).run(of_part)
-    return sums
+    shape = (2 if norm.centered else 1, len(of_part.x))
+    return _run(of_part, norm, {"sums": (shape, _compute(of_part))}, sums_call)
 
 
 class Wanted(NamedTuple):
@@ -103,93 +89,45 @@ def gradients(
 
     wanted: dx has the dtype of x.
     """
+    shape = tuple(of_part.x.shape)
+    shapes = shape, shape[1:], shape[1:]
+    outputs = dict(zip(Wanted._fields, zip(shapes, wanted)))
 
-    def make(read: Mapping[str, Rows], new: Mapping[str, Rows]) -> Call:
-        tensors = {**read, "dx": new["dx"]} if wanted.dx else read
+    def plan(norm: SplitNorm, tensors: Mapping[str, Rows]) -> Call:
         device = launch.device(arrays.view(of_part.x).device)
         dtypes = {"dweight": wanted.dweight, "dbias": wanted.dbias}
         return gradients_call(norm, tensors, device, **dtypes)
 
-    shape = tuple(of_part.x.shape)
-    shapes = {"dx": shape, "dweight": shape[1:], "dbias": shape[1:]}
-    dtypes = {name: dtype for name, dtype in wanted._asdict().items() if dtype}
-    output_shapes = {name: shapes[name] for name in dtypes}
-    prepared = _prepared("gradients", of_part, norm, wanted, make, output_shapes, **dtypes)
-    by_name = dict(zip(output_shapes, prepared.run(of_part)))
-    return by_name.get("dx"), by_name.get("dweight"), by_name.get("dbias")
+    return _run(of_part, norm, outputs, plan)
 
 
-def _prepared(
-    kind: str,
+def _compute(of_part: OfPart) -> str:
+    return compute_dtype(arrays.dtype_name(of_part.x)).name
+
+
+def _run(
     of_part: OfPart,
     norm: SplitNorm,
-    options: tuple,
-    make: Callable[[Mapping[str, Rows], Mapping[str, Rows]], Call],
-    shapes: Mapping[str, tuple[int, ...]],
-    **dtypes: str,
-) -> _PreparedPart:
-    layout_key = arrays.library(of_part.x).layout_key
-    key = (kind, norm, options, *map(layout_key, of_part))
+    outputs: Mapping[str, tuple[tuple[int, ...], str | None]],
+    plan: Callable[[SplitNorm, Mapping[str, Rows]], Call],
+) -> Any:
+    """Runs a call of split_calls.py. outputs: shapes and dtypes, None for what is not wanted."""
+    key = (norm, *outputs.items(), *map(arrays.library(of_part.x).layout_key, of_part))
     prepared = matrices.get(key)
     if prepared is None:
-        prepared = _PreparedPart(of_part, make, shapes, dtypes)
-        keep(matrices, key, prepared)
-    return prepared
-
-
-class _PreparedPart(OnGpu):
-    """One of the calls above, planned and compiled."""
-
-    def __init__(
-        self,
-        of_part: OfPart,
-        make: Callable[[Mapping[str, Rows], Mapping[str, Rows]], Call],
-        shapes: Mapping[str, tuple[int, ...]],
-        dtypes: Mapping[str, str],
-    ) -> None:
-        """shapes: those of what is returned. dtypes: of those that have not that of arithmetic."""
-        names = [name for name, array in of_part._asdict().items() if array is not None]
-        super().__init__(of_part.x, names, OfPart._fields)
-        read, copied = {}, []
-        for name in names:
-            array, copies = getattr(of_part, name), False
-            if name in _ROWS:
-                read[name], copies = rows_of(array, 1)
-            elif name in _PARAMETERS:
-                read[name], copies = parameter_of(array)
-            copied.append(copies)
-        self.copies = tuple(copied) if any(copied) else ()
-        compute = compute_dtype(read["x"].dtype).name
-        output_dtypes = {name: dtypes.get(name, compute) for name in shapes}
-        new = {
-            name: arrays.contiguous_rows(shapes[name], 1, output_dtypes[name]) for name in shapes
+        layouts = {
+            name: rows_of(array, 1) if name in ("x", "dy") else parameter_of(array)
+            for name in ("x", "dy", "weight", "bias")
+            if (array := getattr(of_part, name)) is not None
         }
-        self.makers = [
-            allocator(self.library, shapes[name], output_dtypes[name]) for name in shapes
-        ]
-        self.new_partials = lambda: None
-        if read["x"].num_rows and read["x"].num_cols:
-            call = make(read, new)
-            partials_dtype = compute if call.partials_shape else None
-            self.new_partials = allocator(self.library, call.partials_shape, partials_dtype)
-            self.compile(call, [*names, *shapes, "partials"])
-
-    def run(self, of_part: OfPart) -> tuple[Array, ...]:
-        library = self.library
-        former = library.exchange_device(self.device_index)
-        try:
-            tensors = self.read(of_part)
-            if self.copies:
-                tensors = self.contiguous(tensors)
-            outputs = tuple([new() for new in self.makers])
-            if self.steps:
-                partials = self.new_partials()
-                address = library.address
-                of_partials = 0 if partials is None else address(partials)
-                self.enqueue((*map(address, (*tensors, *outputs)), of_partials), None)
-            else:  # no rows, or a rank without columns, which adds nothing to sums
-                fill(outputs, 0)
-            return outputs
-        finally:
-            if former != self.device_index:
-                library.exchange_device(former)
+        tensors = {name: rows for name, (rows, _) in layouts.items()}
+        for name in ("y", "dx"):
+            shape, dtype = outputs.get(name, (None, None))
+            if dtype:
+                tensors[name] = arrays.contiguous_rows(shape, 1, dtype)
+        x = tensors["x"]
+        call = plan(norm, tensors) if x.num_rows and x.num_cols else None
+        # Without rows, or on a rank without columns, which adds nothing to sums, outputs are 0.
+        prepared = PreparedMatrixCall(of_part, layouts, outputs, call)
+        keep(matrices, key, prepared)
+    return prepared.run(of_part)
