@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..dtypes import compute_dtype
 from ..gpu import arrays
 from . import autograd_loader
-from .checks import check_gradients, check_second
-from .options import check_dropout_p, complete, dropout_seed_of
+from .checks import check_dtype, check_second
+from .options import check_dropout_p, check_gradients, complete, dropout_seed_of
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from .request import (
     Array,
@@ -164,7 +165,8 @@ def backward_of_two(request: BackwardRequest, second: SecondGradient) -> FusedBa
         second_options = second_options._replace(gradients=of_sum + of_second)
         of_y = backward(BackwardRequest(second_operands, second_options))
         return FusedBackward(of_y.dx, None, None, of_y.dresidual, of_y.dweight, of_y.dbias)
-    wide = "float64" if arrays.on_host(operands.x) else arrays.dtype_name(operands.rstd)
+    x = arrays.take(operands.x, "x")
+    wide = "float64" if arrays.on_host(x) else compute_dtype(check_dtype(x, "x")).name
     second_options = second_options._replace(
         gradients=of_second + (("dx",) if of_sum else ()),
         dx_dtype=wide,

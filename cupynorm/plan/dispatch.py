@@ -62,7 +62,7 @@ def choose(
             _forced_tile(problem, device, strategy, tile),
             "as asked for",
         )
-    if chosen.path == "grid" and statistics == "two_pass":
+    if chosen.path == "grid" and problem.forward and statistics == "two_pass":
         if strategy is not None:
             raise ValueError(
                 "statistics is 'two_pass'; expected 'welford' or None, because all blocks share "

@@ -144,7 +144,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def row_of(fields: dict[str, str]) -> Row:
-    """A row of a data file from its fields, as text. Raises ValueError for an unknown word."""
+    """A row of a data file from its fields, as text.
+
+    Raises ValueError for a missing cell, an unknown word, or a count that is too small.
+    """
+    if None in fields.values():
+        raise ValueError("a row has fewer cells than the first line")
     for name, known in _KNOWN.items():
         if not set(fields[name].split("|")) <= set(known):
             raise ValueError(f"{name} is {fields[name]!r}; expected one of {', '.join(known)}")
@@ -153,6 +158,9 @@ def row_of(fields: dict[str, str]) -> Row:
         for name in ("direction", "norm", "dtype", "kind", "path", "strategy", "date")
     }
     counts = {name: int(fields[name]) for name in ("from_cols", "to_cols", "step", *COUNTS)}
+    for name in ("step", *COUNTS[:5]):
+        if counts[name] < 1:
+            raise ValueError(f"{name} is {counts[name]}; expected 1 or more")
     return Row(**texts, **counts, gain=float(fields["gain"]) if fields["gain"] else None)
 
 

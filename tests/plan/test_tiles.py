@@ -326,6 +326,14 @@ def test_a_data_file_of_ranges_is_used_for_any_device_without_a_gpu(tmp_path, mo
     finally:
         cupynorm.use_tiles(None)
     assert plan(12296, device="B200").tile == before.tile
-    (tmp_path / "wrong.csv").write_text("direction,norm\nforward,layer_norm\n")
-    with pytest.raises(ValueError, match="wrong.csv is no data file of tiles"):
-        cupynorm.use_tiles(tmp_path / "wrong.csv")
+    header, row = own.read_text().splitlines()[:2]
+    assert row.count(",1,8,128,1,4,1,5,0,") == 1  # step, pack_size, threads_per_row, ..
+    for wrong in (
+        "direction,norm\nforward,layer_norm",
+        f"{header}\nforward,layer_norm",
+        f"{header}\n{row.replace(',1,8,128,', ',0,8,128,')}",
+        f"{header}\n{row.replace(',1,8,128,', ',1,0,128,')}",
+    ):
+        (tmp_path / "wrong.csv").write_text(wrong + "\n")
+        with pytest.raises(ValueError, match="wrong.csv is no data file of tiles"):
+            cupynorm.use_tiles(tmp_path / "wrong.csv")
