@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..norm import route
+from ..norm.checked_forward import SEED_LIMIT
 from ..norm.checks import check_forward
 from ..norm.options import complete
-from ..norm.prepared import SEED_LIMIT
 from ..norm.request import (
     BackwardOperands,
     BackwardOptions,

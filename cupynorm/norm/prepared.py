@@ -7,20 +7,18 @@ equal, share one prepared call. It is found by one dictionary lookup.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ..dtypes import compute_dtype
-from ..gpu import arrays, launch, nvrtc
+from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from ..plan.dispatch import choose
 from ..plan.problem import Layout, Problem, sums_dx
 from . import host
 from .arguments import backward_call, forward_call
 from .cache import backwards, forwards, keep
+from .checked_forward import CheckedForward, draw_seed, dtype_of
 from .checks import (
     check_backward,
     check_forward,
@@ -31,7 +29,7 @@ from .checks import (
 from .functors import PlacedFunctors, key_of
 from .on_gpu import OnGpu, Tensors, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
-from .quantized_tensor import result, scale_shape
+from .quantized_tensor import as_quantized_tensor, scale_shape
 from .request import (
     Array,
     BackwardOperands,
@@ -46,20 +44,6 @@ FOR_Y = "y"
 FOR_STATISTICS = "statistics"  # y, mean and rstd
 FOR_GRADIENTS = "gradients"  # the same, where autograd records the call
 FOR_STATISTICS_ALONE = "statistics alone"
-
-# A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
-SEED_LIMIT = 2**62
-
-
-def draw_seed(x: Array) -> Array:
-    """An int64 array of one element where x is, drawn by x's library there without a sync."""
-    if arrays.is_torch(x):
-        torch = sys.modules["torch"]
-        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
-    if isinstance(x, np.ndarray):
-        return np.random.randint(0, SEED_LIMIT, 1, np.int64)
-    return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
-
 
 # Forward.
 
@@ -120,7 +104,7 @@ def prepare_forward(
                 )
             _check_backward_strategy(checked)
         if arrays.on_host(operands.input):
-            prepared = host.HostForward(checked, draw_seed)
+            prepared = host.HostForward(checked)
         else:
             prepared = PreparedForward(checked, purpose)
             keep(forwards, key, prepared)
@@ -148,9 +132,6 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
         return
     num_cols = arrays.product(options.extents)
 
-    def dtype_of(array: Array | None) -> str | None:
-        return None if array is None else arrays.dtype_name(array)
-
     y_dtype = options.residual_dtype if options.quantization else options.out_dtype
     problem = Problem(
         "backward",
@@ -169,7 +150,7 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
     choose(problem, launch.device(arrays.view(x).device), options.launch.strategy)
 
 
-class PreparedForward(host.CheckedForward, OnGpu):
+class PreparedForward(CheckedForward, OnGpu):
     """A forward that is planned and compiled.
 
     records: whether autograd records it. draws_seed: whether each run draws a dropout seed.
@@ -181,7 +162,7 @@ class PreparedForward(host.CheckedForward, OnGpu):
         """purpose: what is wanted, one of FOR_Y, FOR_STATISTICS, FOR_GRADIENTS and
         FOR_STATISTICS_ALONE."""
         operands, options = request
-        host.CheckedForward.__init__(self, request)
+        CheckedForward.__init__(self, request)
         self.records = purpose is FOR_GRADIENTS
         self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
         read, tensors, functors = self._place_inputs(operands)
@@ -303,7 +284,9 @@ class PreparedForward(host.CheckedForward, OnGpu):
             matrix = data.reshape(self.num_rows, self.num_cols)
             dtype = quantization.dtype
             transposed = quantize(matrix, dtype, wants_data=False, transpose=True).transposed
-        return result(quantization, data, scale_inv, transposed, operands.input, self.num_cols)
+        return as_quantized_tensor(
+            quantization, data, scale_inv, transposed, operands.input, self.num_cols
+        )
 
 
 def _is_int(seed: object) -> bool:

@@ -193,7 +193,7 @@ def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
 # Arrays on the host.
 
 
-def on_host(
+def quantize_on_host(
     quantization: Quantization, operands: ForwardOperands, y: np.ndarray, extents: tuple[int, ...]
 ) -> QuantizedTensor:
     """y in float64 as 8-bit floats, by the reference, as arrays of the input's library."""
@@ -217,7 +217,7 @@ def on_host(
     data = _of_library(data.reshape(shape), name, like)
     shape_of_scales = scale_shape(scaling, leading, num_cols)
     scale_inv = _of_library(scale_inv.reshape(shape_of_scales), None, like)
-    return result(quantization, data, scale_inv, transposed, like, num_cols)
+    return as_quantized_tensor(quantization, data, scale_inv, transposed, like, num_cols)
 
 
 def scale_shape(scaling: str, leading: tuple[int, ...], num_cols: int) -> tuple[int, ...]:
@@ -231,7 +231,7 @@ def scale_shape(scaling: str, leading: tuple[int, ...], num_cols: int) -> tuple[
     )  # a row without columns has its scale too
 
 
-def result(
+def as_quantized_tensor(
     quantization: Quantization,
     data: Array,
     scale_inv: Array,

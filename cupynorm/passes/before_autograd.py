@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..norm.prepared import SEED_LIMIT
+from ..norm.checked_forward import SEED_LIMIT
 from .norms import FUNCTOR, FUSED, NORM, Norm, find
 from .report import Change, Report
 from .rule import why_left
