@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..gpu import arrays
-from ..norm.options import complete, launch_options
+from ..norm.options import launch_options, with_checked_options
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
 from . import amaxes, autocast, dtensor, fp8
@@ -144,7 +144,9 @@ class Fp8Norm(torch.nn.Module):
             quantization,
             launch_options(None, None, None, self.sm_margin),
         )
-        return normalize(complete(ForwardRequest(operands, norm_options)), return_residual)
+        return normalize(
+            with_checked_options(ForwardRequest(operands, norm_options)), return_residual
+        )
 
     def _quantization(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..norm import route
 from ..norm.checked_forward import SEED_LIMIT
 from ..norm.checks import check_forward
-from ..norm.options import complete
+from ..norm.options import with_checked_options
 from ..norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -131,7 +131,7 @@ def fused_request(call: Any, operands: Mapping, options: Mapping) -> ForwardRequ
     own_operands = own_operands._replace(row_scale=row_scale, dropout_seed=seed, **operands)
     dtype, dropout_p = call.residual_dtype, call.dropout_p
     own_options = own_options._replace(residual_dtype=dtype, dropout_p=dropout_p, **options)
-    return complete(ForwardRequest(own_operands, own_options))
+    return with_checked_options(ForwardRequest(own_operands, own_options))
 
 
 def outputs_without_memory(call: Any, request: ForwardRequest) -> tuple[Tensor, ...]:

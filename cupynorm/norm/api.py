@@ -10,13 +10,13 @@ from typing import Any
 
 from ..plan.functors import BoundFunctor, Functor
 from ..plan.problem import Tile
-from .functors import bound
+from .functors import bind_functors
 from .options import (
-    complete,
     default_extents,
     extents_of,
     launch_options,
     quantization,
+    with_checked_options,
 )
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
 from .results import Forward, FusedForward
@@ -180,7 +180,7 @@ def layer_norm(
     """
     functors = None
     if load is not None or store is not None:
-        functors = bound(load, store, return_residual, residual)
+        functors = bind_functors(load, store, return_residual, residual)
     # The fields of ForwardOperands and ForwardOptions.
     operands = (
         input,
@@ -262,7 +262,7 @@ def rms_norm(
     """
     functors = None
     if load is not None or store is not None:
-        functors = bound(load, store, return_residual, residual)
+        functors = bind_functors(load, store, return_residual, residual)
     # The fields of ForwardOperands and ForwardOptions.
     operands = (
         input,
@@ -352,7 +352,7 @@ def layer_norm_forward(
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
-    return explicit_forward(complete(ForwardRequest(operands, options)))
+    return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
 
 
 def rms_norm_forward(
@@ -408,4 +408,4 @@ def rms_norm_forward(
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
-    return explicit_forward(complete(ForwardRequest(operands, options)))
+    return explicit_forward(with_checked_options(ForwardRequest(operands, options)))

@@ -61,7 +61,7 @@ class PlacedFunctors(NamedTuple):
 NO_FUNCTORS = PlacedFunctors()
 
 
-def bound(
+def bind_functors(
     load: object, store: object, return_residual: bool = False, residual: object = None
 ) -> Functors:
     """load and store of a call as BoundFunctors. A functor that reads nothing needs no call."""

@@ -104,7 +104,7 @@ def dropout_seed_of(seed: object, p: float) -> object:
     return seed
 
 
-def complete(request: ForwardRequest) -> ForwardRequest:
+def with_checked_options(request: ForwardRequest) -> ForwardRequest:
     """The request with its options checked as far as they need no other argument."""
     operands, options = request
     # type(): old compilers do not know the __class__ of a float.

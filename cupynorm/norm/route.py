@@ -11,7 +11,7 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays
 from . import autograd_loader
 from .checks import check_dtype, check_second
-from .options import check_dropout_p, check_gradients, complete, dropout_seed_of
+from .options import check_dropout_p, check_gradients, dropout_seed_of, with_checked_options
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from .request import (
     Array,
@@ -60,7 +60,7 @@ def call(operands: tuple, options: tuple, return_residual: bool) -> Array | tupl
         if repeated is not None:
             return repeated if return_residual else repeated[0]
     request = ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options))
-    return normalize(complete(request), return_residual)
+    return normalize(with_checked_options(request), return_residual)
 
 
 def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[Array, ...]:

@@ -19,11 +19,11 @@ from typing import Any
 
 from .. import __version__
 from ..gpu import launch, nvrtc
-from ..plan import dispatch, tables
+from ..plan import dispatch, measured_tiles
 from ..plan.devices import Device
 from ..plan.instances import Kernel
+from ..plan.measured_tiles import FILES
 from ..plan.problem import Layout, Problem, Tile
-from ..plan.tables import FILES
 from .cache import forget
 
 # Modules that decide a tile.
@@ -38,7 +38,7 @@ _DECIDING = (
     "paths",
     "problem",
     "strategies",
-    "tables",
+    "measured_tiles",
     "tile_checks",
     "tile_model",
 )
@@ -202,7 +202,7 @@ def use_device_file(path: Path) -> None:
     It is for the GPUs of this machine; without a GPU, for any device.
     """
     try:
-        rows = tables.by_key(tables.read_rows(path))
+        rows = measured_tiles.by_key(measured_tiles.read_rows(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is no data file of tiles: {type(error).__name__}: {error}"
@@ -213,7 +213,7 @@ def use_device_file(path: Path) -> None:
 
     def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
         row = (
-            tables.tile_of(rows.get(tables.key_of(problem), ()), problem, device)
+            measured_tiles.tile_of(rows.get(measured_tiles.key_of(problem), ()), problem, device)
             if device in here or not here
             else None
         )

@@ -19,10 +19,10 @@ from .devices import Device
 from .few_rows import for_few_rows, in_one_launch
 from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
+from .measured_tiles import measured_tile
 from .paths import uncached_tile
 from .problem import Problem, Tile, sums_dx
 from .strategies import STRATEGIES, check_choice
-from .tables import measured_tile
 from .tile_checks import check_path, check_tile
 from .tile_model import RESERVED_BYTES, keeps_sums, smem_bytes_of
 

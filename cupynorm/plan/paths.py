@@ -2,7 +2,8 @@
 Pure Python, no GPU needed.
 
 The model prefers enough bytes in flight, few idle lanes, and warps spread evenly, on any GPU. Tiles
-that measured faster on one are in its data file (tables.py). Measurements: docs/experiments.md.
+that measured faster on one are in its data file (measured_tiles.py). docs/experiments.md has the
+measurements.
 """
 
 from __future__ import annotations
