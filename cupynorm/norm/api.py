@@ -1,6 +1,7 @@
 """layer_norm, rms_norm and their explicit forward: what users call. backward.py has the backward.
 
-Each function builds a request (request.py) and passes it to route.py.
+Each function builds a request (request.py) and passes it to route.py. docs/design.md, "One call",
+lists the steps from here to the launch.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def layer_norm(
     functors = None
     if load is not None or store is not None:
         functors = bind_functors(load, store, return_residual, residual)
-    # The fields of ForwardOperands and ForwardOptions.
+    # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
         weight,
@@ -263,7 +264,7 @@ def rms_norm(
     functors = None
     if load is not None or store is not None:
         functors = bind_functors(load, store, return_residual, residual)
-    # The fields of ForwardOperands and ForwardOptions.
+    # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
         weight,

@@ -25,7 +25,7 @@ from ..plan.problem import Layout, Problem, sums_dx
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .request import BackwardOptions, ForwardOptions
 
-Tensors = Mapping[str, Rows]  # by name; an absent tensor has no entry
+RowsByName = Mapping[str, Rows]  # by name; an absent tensor has no entry
 
 
 class Address(NamedTuple):
@@ -110,16 +110,16 @@ class Call(NamedTuple):
         return [pick(words) for pick in arguments.picks]
 
 
-def layout_of(num_cols: int, tensors: Tensors) -> Layout:
+def layout_of(num_cols: int, tensors: RowsByName) -> Layout:
     """What all tensors that a kernel reads or writes allow."""
     return Layout.of(num_cols, [each.layout() for each in tensors.values()])
 
 
-def dtype_of(tensors: Tensors, name: str) -> str | None:
+def dtype_of(tensors: RowsByName, name: str) -> str | None:
     return tensors[name].dtype if name in tensors else None
 
 
-def row_words(tensors: Tensors, name: str, turned: bool = False) -> tuple[Address, int]:
+def row_words(tensors: RowsByName, name: str, turned: bool = False) -> tuple[Address, int]:
     """Address and row stride, as struct members; turned: from the last row back to the first."""
     if name not in tensors:
         return Address(name), 0
@@ -180,7 +180,7 @@ def _with_functors(problem: Problem, functors: PlacedFunctors, **sources: str | 
 
 
 def forward_problem(
-    tensors: Tensors, options: ForwardOptions, functors: PlacedFunctors = NO_FUNCTORS
+    tensors: RowsByName, options: ForwardOptions, functors: PlacedFunctors = NO_FUNCTORS
 ) -> Problem:
     """The problem of a forward: its tensors and what is fused with the norm.
 
@@ -229,7 +229,7 @@ def forward_problem(
 
 def forward_call(
     device: Device,
-    tensors: Tensors,
+    tensors: RowsByName,
     options: ForwardOptions,
     kind: str,
     functors: PlacedFunctors = NO_FUNCTORS,
@@ -257,7 +257,7 @@ def forward_call(
 
 
 def _forward_words(
-    tensors: Tensors,
+    tensors: RowsByName,
     problem: Problem,
     options: ForwardOptions,
     plan: Plan,
@@ -300,7 +300,7 @@ def _forward_words(
 
 
 def backward_problem(
-    tensors: Tensors,
+    tensors: RowsByName,
     options: BackwardOptions,
     compute: str,
     functors: PlacedFunctors = NO_FUNCTORS,
@@ -349,7 +349,7 @@ def backward_problem(
 
 def backward_call(
     device: Device,
-    tensors: Tensors,
+    tensors: RowsByName,
     options: BackwardOptions,
     compute: str,
     functors: PlacedFunctors = NO_FUNCTORS,
@@ -423,7 +423,7 @@ def _partial_words(problem: Problem, plan: Plan) -> list:
 
 
 def _backward_words(
-    tensors: Tensors,
+    tensors: RowsByName,
     problem: Problem,
     options: BackwardOptions,
     plan: Plan,

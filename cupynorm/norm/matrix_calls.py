@@ -14,7 +14,7 @@ from ..plan.matrices import quantize_launch, reduce_matrix_launch
 from .arguments import (
     Address,
     Call,
-    Tensors,
+    RowsByName,
     Words,
     dtype_of,
     layout_of,
@@ -39,7 +39,7 @@ class QuantizeOptions(NamedTuple):
     rule: tuple[float, bool] | None = None
 
 
-def quantize_call(tensors: Tensors, options: QuantizeOptions) -> Call:
+def quantize_call(tensors: RowsByName, options: QuantizeOptions) -> Call:
     """tensors: x, weight, bias. x of the 8-bit dtype itself is only transposed."""
     x = tensors["x"]
     launches = quantize_launch(

@@ -118,7 +118,7 @@ class OnGpu:
         return gradients
 
     def place_gradients(
-        self, functors: Functors | None, wanted: tuple[str, ...], order: Tensors
+        self, functors: Functors | None, wanted: tuple[str, ...], order: TensorOrder
     ) -> None:
         """Remembers where a run has the gradients of the functors' arrays."""
         self.of_functors = [
@@ -169,7 +169,7 @@ class OnGpu:
             kernel.enqueue(stream, pick(words))
 
 
-class Tensors:
+class TensorOrder:
     """The tensors of a run as one tuple: what is read, then what is made.
 
     The tuple holds no None, and what is returned is picked by one itemgetter, because this runs in
@@ -231,7 +231,7 @@ class PreparedMatrixCall(OnGpu):
         if call is not None and call.partials_shape:
             compute = compute_dtype(layouts["x"][0].dtype).name
             makers["partials"] = allocator(self.library, call.partials_shape, compute)
-        order = Tensors(names, makers)
+        order = TensorOrder(names, makers)
         self.make = order.make
         self.results = order.returns(*outputs)
         self.zeroed = zeroed or call is None

@@ -16,7 +16,7 @@ from .request import DEFAULTS, Array, ForwardRequest, Margins, Options, Quantiza
 from .results import FusedBackward
 
 TILE_FIELDS = tuple(Tile.__annotations__)
-_FOUND = SCALINGS[1:]  # the scalings that need no scale from the caller
+_COMPUTED_SCALINGS = SCALINGS[1:]  # those that need no scale from the caller
 
 
 def launch_options(
@@ -248,8 +248,8 @@ def quantization(
         )
     scaling = "given"
     if isinstance(scale, str):
-        if scale not in _FOUND:
-            names = ", ".join(map(repr, _FOUND))
+        if scale not in _COMPUTED_SCALINGS:
+            names = ", ".join(map(repr, _COMPUTED_SCALINGS))
             raise ValueError(
                 f"scale is {scale!r}; expected {names}, an array of one float32, or None"
             )

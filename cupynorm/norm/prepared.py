@@ -27,7 +27,7 @@ from .checks import (
     share_an_address,
 )
 from .functors import PlacedFunctors, key_of
-from .on_gpu import OnGpu, Tensors, allocator, fill, layouts_of, parameter_of, rows_of
+from .on_gpu import OnGpu, TensorOrder, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
 from .quantized_tensor import as_quantized_tensor, scale_shape
 from .request import (
@@ -187,7 +187,7 @@ class PreparedForward(CheckedForward, OnGpu):
         self.plan = call.plan
         self.num_rows, self.num_cols = tensors["x"].num_rows, tensors["x"].num_cols
         makers = self._makers(shape, written, wants_statistics, len(call.launches))
-        order = Tensors(read, makers)
+        order = TensorOrder(read, makers)
         self.make = order.make
         added = "sum" if self.makes_sum else "given"
         self.results = order.returns("y", "mean", "rstd", added, "y1", "seed")
@@ -386,7 +386,7 @@ class PreparedBackward(OnGpu):
             for name, each in outputs.items()
             if each[1] and not (name == "dx" and self.overwrites_dy)
         }
-        order = Tensors(read, makers)
+        order = TensorOrder(read, makers)
         self.make = order.make
         if wants_any:
             # The gradient is written in the place of dy, which is the first that is read.
@@ -446,7 +446,8 @@ class PreparedBackward(OnGpu):
     def run(self, operands: BackwardOperands) -> tuple:
         """Allocates and launches; returns the fields of Gradients.
 
-        operands: like those for which it was prepared.
+        With dx_sum_dtype the sum of dx, or None, is behind y. operands: like those for which it was
+        prepared.
         """
         library = self.library
         former = library.exchange_device(self.device_index)

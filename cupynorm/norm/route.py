@@ -24,7 +24,7 @@ from .request import (
 )
 from .results import Backward, Forward, FusedBackward, FusedForward, Gradients
 
-_OF_ONE = frozenset(Backward._fields)  # the gradients of a norm with one output
+_PLAIN_GRADIENTS = frozenset(Backward._fields)
 _autograd: Any = None  # set at the first tensor: an import statement takes a microsecond each time
 
 
@@ -121,7 +121,7 @@ def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backw
         or options.dresidual_dtype is not None
         or second.dy is not None
         or second.weight is not None
-        or not _OF_ONE.issuperset(options.gradients)
+        or not _PLAIN_GRADIENTS.issuperset(options.gradients)
     )
     if is_fused:
         return backward_of_two(request, check_second(operands, options, second))

@@ -17,7 +17,7 @@ from ..plan.split_rows import (
     statistics_launch,
     sums_launch,
 )
-from .arguments import Address, Call, Tensors, Words
+from .arguments import Address, Call, RowsByName, Words
 
 
 class SplitNorm(NamedTuple):
@@ -44,7 +44,7 @@ class SplitNorm(NamedTuple):
         return [end - start for start, end in zip(ends, [*ends[1:], self.cols_of_row])]
 
 
-def _part(norm: SplitNorm, tensors: Tensors) -> Part:
+def _part(norm: SplitNorm, tensors: RowsByName) -> Part:
     """tensors: of one kernel: x, y or dy, dx, weight, bias."""
     x, other = tensors["x"], tensors.get("y", tensors.get("dy"))
     layout = Layout.of(x.num_cols, [each.layout() for each in tensors.values()])
@@ -62,19 +62,19 @@ def _part(norm: SplitNorm, tensors: Tensors) -> Part:
     )
 
 
-def _rows(tensors: Tensors, name: str) -> Words:
+def _rows(tensors: RowsByName, name: str) -> Words:
     """Address and row stride."""
     return [Address(name), tensors[name].row_stride if name in tensors else 0]
 
 
-def statistics_call(norm: SplitNorm, tensors: Tensors) -> Call:
+def statistics_call(norm: SplitNorm, tensors: RowsByName) -> Call:
     """Of one rank: x -> part."""
     x = tensors["x"]
     words = [*_rows(tensors, "x"), Address("part"), x.num_rows, x.num_cols]
     return Call((statistics_launch(_part(norm, tensors)),), (words,))
 
 
-def normalize_call(norm: SplitNorm, tensors: Tensors, *, combines: bool) -> Call:
+def normalize_call(norm: SplitNorm, tensors: RowsByName, *, combines: bool) -> Call:
     """x, weight, bias -> y. combines: parts -> statistics too; else statistics are read."""
     x = tensors["x"]
     words = [*_rows(tensors, "x"), *_rows(tensors, "y"), Address("weight"), Address("bias")]
@@ -83,11 +83,11 @@ def normalize_call(norm: SplitNorm, tensors: Tensors, *, combines: bool) -> Call
     return Call((normalize_launch(_part(norm, tensors), combines=combines),), (words,))
 
 
-def _backward_words(tensors: Tensors) -> Words:
+def _backward_words(tensors: RowsByName) -> Words:
     return [*_rows(tensors, "x"), *_rows(tensors, "dy"), Address("weight")]
 
 
-def sums_call(norm: SplitNorm, tensors: Tensors) -> Call:
+def sums_call(norm: SplitNorm, tensors: RowsByName) -> Call:
     """x, dy, weight, statistics -> sums of this rank."""
     x, words = tensors["x"], _backward_words(tensors)
     words += [Address("statistics"), Address("sums"), x.num_rows, x.num_cols]
@@ -95,7 +95,7 @@ def sums_call(norm: SplitNorm, tensors: Tensors) -> Call:
 
 
 def gradients_call(
-    norm: SplitNorm, tensors: Tensors, device: Device, *, dweight: str | None, dbias: str | None
+    norm: SplitNorm, tensors: RowsByName, device: Device, *, dweight: str | None, dbias: str | None
 ) -> Call:
     """x, dy, weight, statistics, sums -> dx if it is among tensors, dweight and dbias of a dtype.
 

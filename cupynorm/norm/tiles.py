@@ -28,19 +28,8 @@ from .cache import forget
 
 # Modules that decide a tile.
 _DECIDING = (
-    "abilities",
-    "devices",
-    "dispatch",
-    "few_rows",
-    "functors",
-    "grids",
-    "instances",
-    "paths",
-    "problem",
-    "strategies",
-    "measured_tiles",
-    "tile_checks",
-    "tile_model",
+    *("abilities", "devices", "dispatch", "few_rows", "functors", "grids", "instances"),
+    *("measured_tiles", "paths", "problem", "strategies", "tile_checks", "tile_model"),
 )
 
 

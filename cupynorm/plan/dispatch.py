@@ -41,14 +41,11 @@ def choose(
 ) -> Choice:
     """The kernel for a problem. Raises ValueError if a given strategy, tile or statistics does not
     fit."""
-    if (
-        tuned is not None
-        and strategy is None
-        and tile is None
-        and (tuned_choice := tuned(problem, device))
-    ):
-        strategy, tile, reason = tuned_choice
-        return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
+    if tuned is not None and strategy is None and tile is None:
+        tuned_choice = tuned(problem, device)
+        if tuned_choice:
+            strategy, tile, reason = tuned_choice
+            return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
     check_choice(strategy, statistics)
     if tile is not None and strategy is None:
         raise ValueError(
@@ -57,11 +54,8 @@ def choose(
     if strategy is None:
         name, chosen, reason = _best_tile(problem, device)
     else:
-        name, chosen, reason = (
-            strategy,
-            _forced_tile(problem, device, strategy, tile),
-            "as asked for",
-        )
+        name, reason = strategy, "as asked for"
+        chosen = _forced_tile(problem, device, strategy, tile)
     if chosen.path == "grid" and problem.forward and statistics == "two_pass":
         if strategy is not None:
             raise ValueError(
@@ -190,19 +184,10 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
     return low * step
 
 
+# Fields of a Problem that a plan prints in the line "tensors".
 _TENSORS = {
-    *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
-    *(
-        "input",
-        "residual_dtype",
-        "row_scale",
-        "dresidual",
-        "y1",
-        "weight1",
-        "bias1",
-        "scaling",
-        "recomputed",
-    ),
+    *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum", "input", "scaling"),
+    *("residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1", "recomputed"),
 }
 
 
@@ -273,12 +258,10 @@ class Plan:
             )
         if not self.launches:
             lines.append(("launches", "none: there is nothing to compute"))
-        ratio = (
-            f", {self.bytes_moved / self.bytes_needed:.3f} of what is needed"
-            if self.bytes_needed
-            else ""
-        )
-        return [*lines, ("bytes moved", f"{self.bytes_moved:,}{ratio}")]
+        moved = f"{self.bytes_moved:,}"
+        if self.bytes_needed:
+            moved += f", {self.bytes_moved / self.bytes_needed:.3f} of what is needed"
+        return [*lines, ("bytes moved", moved)]
 
     def __str__(self) -> str:
         return as_text(self._facts())
