@@ -54,7 +54,8 @@ class Arguments:
         """order: names of the tensors of a run. Any other tensor is absent: its address is 0."""
         indices = {name: index for index, name in enumerate(order)}
         words = [word for argument in arguments for word in argument]
-        sums = [word for word in words if _has_offset(word) and word.tensor in indices]
+        addresses = [word for word in words if isinstance(word, Address)]
+        sums = [word for word in addresses if word.offset and word.tensor in indices]
         self.sums = [(indices[word.tensor], word.offset) for word in sums]
         constants = [word for word in words if not isinstance(word, (Address, Seed))]
         self.constants = (0, *constants)
@@ -84,10 +85,6 @@ class Arguments:
         if self.sums:
             words += tuple([addresses[index] + offset for index, offset in self.sums])
         return words
-
-
-def _has_offset(word: object) -> bool:
-    return isinstance(word, Address) and word.offset != 0
 
 
 class Call(NamedTuple):

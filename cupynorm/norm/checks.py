@@ -24,7 +24,7 @@ from .request import (
     ForwardRequest,
     SecondGradient,
 )
-from .results import GRADIENTS, Backward, FusedBackward
+from .results import GRADIENTS
 
 
 def share_an_address(scale: Array | None, amax: Array | None) -> bool:
@@ -274,8 +274,7 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     rstd = _take_statistic(operands_given.rstd, x, leading, "rstd")
     functors = operands_given.functors
     has_functors = functors is not None
-    plain = not (_asks_for_more(options) or operands_given.row_scale is not None or has_functors)
-    check_gradients(options.gradients, Backward._fields if plain else FusedBackward._fields)
+    check_gradients(options.gradients)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
     for name, default in zip(GRADIENTS, (dtype, of_weight, of_weight, dtype)):
@@ -314,18 +313,6 @@ def check_second(
     dy = take_like(second.dy, x, tuple(x.shape), "dy1", "x")
     return second._replace(
         dy=dy, weight=take_like(second.weight, x, options.extents, "weight1", "x")
-    )
-
-
-def _asks_for_more(options: BackwardOptions) -> bool:
-    """Whether a backward uses options that only a forward with fused options has."""
-    return (
-        options.x_is_y
-        or options.recompute
-        or options.dropout_p > 0
-        or options.dx_dtype is not None
-        or options.dresidual_dtype is not None
-        or "dresidual" in options.gradients
     )
 
 

@@ -35,25 +35,22 @@ def parameter_of(array: Array) -> tuple[Rows, bool]:
     return Rows(0 if copied else view.pointer, 1, num_cols, num_cols, view.dtype), copied
 
 
+Layouts = Mapping[str, tuple[Rows, bool]]  # by name what rows_of or parameter_of gives
+
+
 def layouts_of(
     operands: Any, names: Sequence[str], names_of_rows: Collection[str], num_dims: int
-) -> tuple[dict[str, Rows], list[bool]]:
-    """By name the layout of each operand, and whether each is copied in each run.
-
-    names_of_rows: those whose last num_dims dimensions are normalised; the others are one row.
-    """
-    layouts, copied = {}, []
-    for name in names:
-        array = getattr(operands, name)
-        is_rows = name in names_of_rows
-        layouts[name], copies = rows_of(array, num_dims) if is_rows else parameter_of(array)
-        copied.append(copies)
-    return layouts, copied
+) -> Layouts:
+    """names_of_rows: whose last num_dims dimensions are normalised; other arrays are one row."""
+    return {
+        name: rows_of(array, num_dims) if name in names_of_rows else parameter_of(array)
+        for name, array in ((name, getattr(operands, name)) for name in names)
+    }
 
 
-def allocator(library: Any, shape: tuple[int, ...], dtype: str | None) -> Callable[[], Any]:
-    """Makes new arrays on the current device, or None where there is no dtype."""
-    return library.allocator(shape, library.dtype(dtype)) if dtype else lambda: None
+def allocator(library: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+    """Makes new arrays on the current device."""
+    return library.allocator(shape, library.dtype(dtype))
 
 
 def in_dtype(array: Array, dtype: Any) -> Array:
@@ -71,17 +68,24 @@ def fill(some: Iterable[Array | None], value: float) -> None:
 
 
 class OnGpu:
-    """The arrays that a kernel reads, in order, and its launches."""
+    """The arrays that a kernel reads, in order, and its launches.
 
-    def __init__(self, like: Array, names: list[str], fields: tuple[str, ...]) -> None:
-        """names: of the operands that are read, out of fields."""
-        self.device_index = arrays.view(like).device
-        self.library = arrays.library(like)(self.device_index)
+    copies: whether a run copies each array; empty if it copies none.
+    """
+
+    def __init__(
+        self, x: Array, fields: tuple[str, ...], names: list[str], layouts: Layouts
+    ) -> None:
+        """names: of the operands that are read, out of fields. layouts: of those that may need a
+        copy."""
+        self.device_index = arrays.view(x).device
+        self.library = arrays.library(x)(self.device_index)
         indices = [fields.index(name) for name in names]
         if len(indices) > 1:
             self.read = itemgetter(*indices)
         else:
             self.read = lambda operands: (operands[indices[0]],)
+        self._copied = [name in layouts and layouts[name][1] for name in names]
         self.copies: tuple[bool, ...] = ()
         self.steps: list[tuple[Any, Callable[[tuple], tuple]]] = []
 
@@ -90,19 +94,14 @@ class OnGpu:
         functors: Functors | None,
         x: Array,
         num_dims: int,
-        copied: list[bool],
         wanted: tuple[str, ...] = (),
     ) -> PlacedFunctors:
-        """Adds the arrays of functors to what is read, and sets `copies`.
-
-        copied: whether each of the other arrays is a copy that each run makes.
-        """
-        placed, copies = place_all(functors, x, num_dims, wanted)
+        """Adds the arrays of functors to what is read."""
+        placed, copied = place_all(functors, x, num_dims, wanted)
+        self._copied += copied
         if functors is not None:
             read = self.read
             self.read = lambda operands: read(operands) + operands.functors.arrays()
-        copied = (*copied, *copies)
-        self.copies = copied if any(copied) else ()
         return placed
 
     @staticmethod
@@ -135,8 +134,8 @@ class OnGpu:
 
     def compile(self, call: Call, order: list[str]) -> None:
         """order: names of the tensors in the order in which a run has their addresses."""
-        self.num_tensors = len(order)
         self.arguments = call.arguments_of(order)
+        self.copies = tuple(self._copied) if any(self._copied) else ()
         kernels = [launch.load(each, self.device_index) for each in call.launches]
         self.steps = [*zip(kernels, self.arguments.picks)]
 
@@ -211,22 +210,19 @@ class PreparedMatrixCall(OnGpu):
     def __init__(
         self,
         operands: Any,
-        layouts: Mapping[str, tuple[Rows, bool]],
+        layouts: Layouts,
         outputs: Mapping[str, tuple[tuple[int, ...], str | None]],
         call: Call | None,
         *,
         zeroed: bool = False,
     ) -> None:
-        """operands: a NamedTuple that begins with x; None for what is absent.
+        """operands: a NamedTuple with x; None for what is absent.
 
-        layouts: of x, and of each operand that may need a copy, as rows_of and parameter_of give
-        them. outputs: shapes and dtypes; None for what is not wanted. zeroed: outputs are 0 before
-        the launch. call: None if there is nothing to compute: outputs stay 0.
+        outputs: shapes and dtypes; None for what is not wanted. zeroed: outputs are 0 before the
+        launch. call: None if there is nothing to compute: outputs stay 0.
         """
         names = [name for name, array in operands._asdict().items() if array is not None]
-        super().__init__(operands[0], names, operands._fields)
-        copied = tuple(name in layouts and layouts[name][1] for name in names)
-        self.copies = copied if any(copied) else ()
+        super().__init__(operands.x, operands._fields, names, layouts)
         makers = {name: allocator(self.library, *each) for name, each in outputs.items() if each[1]}
         if call is not None and call.partials_shape:
             compute = compute_dtype(layouts["x"][0].dtype).name

@@ -192,22 +192,25 @@ def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
     return text
 
 
-def gradient_names(gradients: object) -> str | tuple[str, ...]:
-    """gradients as a tuple, which can be a key. A str stays one: check_gradients refuses it."""
-    if isinstance(gradients, (str, tuple)):
+def gradient_names(gradients: object) -> tuple[str, ...]:
+    """gradients as a tuple, which can be a key; check_gradients checks the names in it."""
+    if isinstance(gradients, tuple):
         return gradients
+    expected = ", ".join(FusedBackward._fields)
+    if isinstance(gradients, str):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {expected}, in a tuple")
     try:
         names = tuple(gradients)
         hash(names)
     except TypeError:
-        expected = ", ".join(FusedBackward._fields)
         raise TypeError(f"gradients is {gradients!r}; expected some of {expected}") from None
     return names
 
 
-def check_gradients(gradients: object, names: Sequence[str]) -> None:
-    """Raises ValueError unless gradients are some of these names."""
-    if isinstance(gradients, str) or any(name not in names for name in gradients):
+def check_gradients(gradients: tuple[str, ...]) -> None:
+    """Raises ValueError unless gradients are names of gradients."""
+    names = FusedBackward._fields
+    if any(name not in names for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
 
 

@@ -47,7 +47,7 @@ FOR_STATISTICS_ALONE = "statistics alone"
 
 # Forward.
 
-_READ_FORWARD = ("weight", "bias", "row_scale", "weight1", "bias1")  # besides rows
+_READ_FORWARD = ("input", "weight", "bias", "row_scale", "weight1", "bias1", "residual")
 
 
 def prepare_forward(
@@ -200,9 +200,8 @@ class PreparedForward(CheckedForward, OnGpu):
     ) -> tuple[list[str], dict[str, Rows], PlacedFunctors]:
         """What a run reads: the names in order, the layouts of rows and parameters, functors."""
         num_dims = len(self.options.extents)
-        names = ["input", *(name for name in _READ_FORWARD if getattr(operands, name) is not None)]
-        names += ["residual"] * (operands.residual is not None)
-        layouts, copied = layouts_of(operands, names, ("input", "residual"), num_dims)
+        names = [name for name in _READ_FORWARD if getattr(operands, name) is not None]
+        layouts = layouts_of(operands, names, ("input", "residual"), num_dims)
         # Single numbers, and out, which is written in place: never copied.
         drops = self.options.dropout_p > 0
         in_place = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
@@ -210,13 +209,12 @@ class PreparedForward(CheckedForward, OnGpu):
             name for name in ("scale", "amax", "out") if getattr(operands, name) is not None
         ]
         names += in_place
-        OnGpu.__init__(self, operands.input, names, ForwardOperands._fields)
-        copied += [False for _ in in_place]
-        functors = self.read_functors(operands.functors, operands.input, num_dims, copied)
+        OnGpu.__init__(self, operands.input, ForwardOperands._fields, names, layouts)
+        functors = self.read_functors(operands.functors, operands.input, num_dims)
         if operands.functors is not None:
             names += operands.functors.names()
         in_kernel = {"input": "x", "out": "y"}
-        tensors = {in_kernel.get(name, name): rows for name, rows in layouts.items()}
+        tensors = {in_kernel.get(name, name): rows for name, (rows, _) in layouts.items()}
         return [in_kernel.get(name, name) for name in names], tensors, functors
 
     def _makers(
@@ -295,7 +293,8 @@ def _is_int(seed: object) -> bool:
 
 # Backward.
 
-_READ_BACKWARD = ("weight", "dsum", "bias", "row_scale", "y_weight", "y_bias", "input", "dy1")
+_READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "row_scale")
+_READ_BACKWARD += ("y_weight", "y_bias", "input", "dy1")
 
 
 def _backward_key(request: BackwardRequest) -> tuple:
@@ -424,21 +423,18 @@ class PreparedBackward(OnGpu):
         num_dims = len(options.extents)
         absent = set() if self.is_scaled else {"row_scale", "dropout_seed"}
         absent |= set() if adds else {"dsum"}
-        names = ["dy", "x", *["mean"] * (operands.mean is not None), "rstd"]
-        names += [
+        names = [
             name
             for name in _READ_BACKWARD
             if getattr(operands, name) is not None and name not in absent
         ]
-        tensors, copied = layouts_of(operands, names, ("dy", "dy1", "x", "dsum", "input"), num_dims)
-        for name in ("mean", "rstd"):
-            tensors.pop(name, None)
-        in_place = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
-        names += in_place
-        OnGpu.__init__(self, operands.x, names, BackwardOperands._fields)
-        copied += [False for _ in in_place]
+        layouts = layouts_of(operands, names, ("dy", "dy1", "x", "dsum", "input"), num_dims)
+        statistics = "mean", "rstd"  # not what decides a plan
+        tensors = {name: rows for name, (rows, _) in layouts.items() if name not in statistics}
+        names += ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
+        OnGpu.__init__(self, operands.x, BackwardOperands._fields, names, layouts)
         wanted = options.functor_gradients
-        functors = self.read_functors(operands.functors, operands.x, num_dims, copied, wanted)
+        functors = self.read_functors(operands.functors, operands.x, num_dims, wanted)
         if operands.functors is not None:
             names += operands.functors.names()
         return names, tensors, functors
