@@ -45,13 +45,15 @@ def _scalar(array: Array | None, name: str, x: Array) -> Array | None:
             "expected one element of float32"
         )
     check_same_place(array, x, name, "input")
-    _check_constant(array, name, "it is a constant here, so expected")
+    _check_constant(array, name)
     return array
 
 
-def _check_constant(array: Array | None, name: str, words: str) -> None:
+def _check_constant(array: Array | None, name: str) -> None:
     if getattr(array, "requires_grad", False):
-        raise ValueError(f"{name} requires a gradient; {words} {name}.detach()")
+        raise ValueError(
+            f"{name} requires a gradient; it is a constant here, so expected {name}.detach()"
+        )
 
 
 # Arrays.
@@ -206,7 +208,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
     leading = shape[: len(shape) - len(extents)]
     row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "input")
-    _check_constant(row_scale, "row_scale", "it is a constant here, so expected")
+    _check_constant(row_scale, "row_scale")
     seed = _check_seed(operands_given.dropout_seed, x)
     has_second = operands_given.weight1 is not None or operands_given.bias1 is not None
     if quantization is not None and (has_second or options.memory_efficient):
