@@ -57,6 +57,15 @@ class PlacedFunctors(NamedTuple):
     load: PlacedFunctor | None = None
     store: PlacedFunctor | None = None
 
+    def gradients(self) -> dict[str, str | None]:
+        """The dtype of the gradient of each array, as "store.dgate"; None if it is not wanted."""
+        return {
+            f"{role}.d{name}": dtype
+            for role, each in zip(self._fields, self)
+            if each is not None
+            for name, dtype in zip(each.functor.arrays, each.gradients)
+        }
+
 
 NO_FUNCTORS = PlacedFunctors()
 

@@ -11,7 +11,7 @@ from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from ..plan.functors import Functors
 from .arguments import Call
-from .functors import PlacedFunctors, place_all, summed
+from .functors import PlacedFunctors, place_all
 from .request import Array
 
 
@@ -51,13 +51,6 @@ def layouts_of(
 def allocator(library: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
     """Makes new arrays on the current device."""
     return library.allocator(shape, library.dtype(dtype))
-
-
-def in_dtype(array: Array, dtype: Any) -> Array:
-    """dtype: of the array's library."""
-    if array.dtype == dtype:
-        return array
-    return array.to(dtype) if arrays.is_torch(array) else array.astype(dtype)
 
 
 def fill(some: Iterable[Array | None], value: float) -> None:
@@ -104,34 +97,6 @@ class OnGpu:
             self.read = lambda operands: read(operands) + operands.functors.arrays()
         return placed
 
-    @staticmethod
-    def functor_gradients(
-        functors: Functors | None, placed: PlacedFunctors, shape: tuple[int, ...]
-    ) -> dict[str, tuple[tuple[int, ...], str | None]]:
-        """Shape and dtype of each gradient of a functor's array, before it is summed."""
-        gradients = {}
-        for role, each in zip(placed._fields, placed):
-            if each is not None:
-                for name, dtype in zip(each.functor.arrays, each.gradients):
-                    gradients[f"{role}.d{name}"] = (shape, dtype)
-        return gradients
-
-    def place_gradients(
-        self, functors: Functors | None, wanted: tuple[str, ...], order: TensorOrder
-    ) -> None:
-        """Remembers where a run has the gradients of the functors' arrays."""
-        self.of_functors = [
-            (order.place(name.replace(".", ".d", 1)), tuple(array.shape), array.dtype)
-            for name, array in (zip(functors.names(), functors.arrays()) if functors else ())
-            if name in wanted
-        ]
-
-    def summed(self, tensors: tuple) -> tuple:
-        """The gradients of the functors' arrays, in their shapes and dtypes."""
-        return tuple(
-            in_dtype(summed(tensors[at], shape), dtype) for at, shape, dtype in self.of_functors
-        )
-
     def compile(self, call: Call, order: list[str]) -> None:
         """order: names of the tensors in the order in which a run has their addresses."""
         self.arguments = call.arguments_of(order)
@@ -176,18 +141,13 @@ class TensorOrder:
     """
 
     def __init__(self, read: list[str], makers: Mapping[str, Callable[[], Any]]) -> None:
-        """read: names in the order of the tuple. makers: of each new tensor."""
+        """read: names in the order of the tuple. makers: of each new tensor. make: calls them."""
         self.names = [*read, *makers]
-        self._makers = tuple(makers.values())
-
-    @property
-    def make(self) -> Callable[[], tuple]:
-        """Allocates what is made."""
-        makers = self._makers
-        if len(makers) == 1:
-            (new,) = makers
-            return lambda: (new(),)
-        return lambda: tuple([new() for new in makers])  # faster than of a generator
+        news = tuple(makers.values())
+        self.make: Callable[[], tuple] = lambda: tuple([new() for new in news])
+        if len(news) == 1:
+            (only,) = news
+            self.make = lambda: (only(),)
 
     def returns(self, *names: str | None) -> Callable[[tuple], tuple]:
         """Picks tensors by name from (*tensors, given, seed, None), None where there is none.

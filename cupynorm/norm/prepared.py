@@ -26,7 +26,7 @@ from .checks import (
     check_overlap,
     share_an_address,
 )
-from .functors import PlacedFunctors, key_of
+from .functors import PlacedFunctors, key_of, summed
 from .on_gpu import OnGpu, TensorOrder, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
 from .quantized_tensor import as_quantized_tensor, scale_shape
@@ -375,7 +375,7 @@ class PreparedBackward(OnGpu):
         self.plan = call.plan
         if not sums_dx(call.plan.problem, call.plan.tile):
             del outputs["dx_sum"]
-        outputs |= self.functor_gradients(operands.functors, functors, shape)
+        outputs |= {name: (shape, dtype) for name, dtype in functors.gradients().items()}
         self.overwrites_dy = options.overwrite_dy and call.can_write_over_dy
         wants_any = any(dtype for _, dtype in outputs.values())
         if call.partials_shape:
@@ -396,7 +396,13 @@ class PreparedBackward(OnGpu):
             dx, dresidual = None, dx
         names = (dx, "dweight", "dbias", dresidual, "y", *["dx_sum"] * bool(options.dx_sum_dtype))
         self.results = order.returns(*names)
-        self.place_gradients(operands.functors, options.functor_gradients, order)
+        # Where a run has the gradients of the functors' arrays, before they are summed.
+        own = operands.functors
+        self.of_functors = [
+            (order.place(name.replace(".", ".d", 1)), tuple(array.shape), array.dtype)
+            for name, array in (zip(own.names(), own.arrays()) if own else ())
+            if name in options.functor_gradients
+        ]
 
     def _choose_dtypes(self, request: BackwardRequest) -> tuple[str | None, str | None]:
         """The dtypes of the kernel's dx and dresidual; None for what it does not write.
@@ -460,7 +466,18 @@ class PreparedBackward(OnGpu):
                 self.enqueue(addresses, operands.dropout_seed)
             else:  # no rows or no columns: sums of nothing
                 fill(results[1:3] + results[5:], 0.0)
-            return (*results, self.summed(tensors)) if self.of_functors else results
+            if self.of_functors:
+                results += (self._summed(tensors),)
+            return results
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
+
+    def _summed(self, tensors: tuple) -> tuple:
+        """The gradients of the functors' arrays, in their shapes and dtypes."""
+        gradients = []
+        for at, shape, dtype in self.of_functors:
+            gradient = summed(tensors[at], shape)
+            is_torch = arrays.is_torch(gradient)
+            gradients.append(gradient.to(dtype) if is_torch else gradient.astype(dtype, copy=False))
+        return tuple(gradients)
