@@ -184,7 +184,7 @@ def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
     if text not in DTYPES:
         try:
             text = np.dtype(dtype).name
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):
             pass
     if text not in DTYPES:
         expected = ", ".join((*DTYPES, *also))
