@@ -4,6 +4,6 @@ a call      api, backward; options and request; route; checks; then prepared, wi
             arguments, or host. docs/design.md, "One call", has the steps
 parts of it functors, quantized_tensor; results; cache; checked_forward, what autograd needs
 plans       plans and plan_command print them, tiles makes measured ones hold
-matrices    matrix_calls: quantize, reduce_matrix
-ranks       split_calls and split_rows: rows whose columns are on several GPUs
+matrices    quantize, reduce_matrix
+ranks       split_rows: rows whose columns are on several GPUs
 """

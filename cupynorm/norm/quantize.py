@@ -7,9 +7,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ..gpu import arrays, launch
-from ..plan.matrices import update_scales_launch
+from ..plan.matrices import quantize_launch, update_scales_launch
+from .arguments import (
+    Address,
+    Call,
+    RowsByName,
+    Words,
+    dtype_of,
+    layout_of,
+    row_words,
+    scale_rule_words,
+)
 from .cache import keep, matrices
-from .matrix_calls import QuantizeOptions, quantize_call
 from .on_gpu import PreparedMatrixCall, fill, parameter_of, rows_of
 from .request import Array
 
@@ -112,6 +121,58 @@ def _prepare(
     if rows.num_rows and rows.num_cols:
         call = quantize_call({name: each for name, (each, _) in layouts.items()}, options)
     return PreparedMatrixCall(operands, layouts, outputs, call)
+
+
+class QuantizeOptions(NamedTuple):
+    """How a matrix, or a norm's y of it, becomes 8-bit floats of a dtype.
+
+    centered: None for the matrix itself, else whether its norm is layer_norm. sums: the dtype of
+    sums of x over rows, or None.
+    rule: (smallest_amax, power_of_two) where the scale comes from a known amax, None where it is
+    given.
+    """
+
+    dtype: str
+    centered: bool | None = None
+    zero_centered: bool = False
+    sums: str | None = None
+    rule: tuple[float, bool] | None = None
+
+
+def quantize_call(tensors: RowsByName, options: QuantizeOptions) -> Call:
+    """tensors: x, weight, bias. x of the 8-bit dtype itself is only transposed."""
+    x = tensors["x"]
+    launches = quantize_launch(
+        x.num_rows,
+        x.num_cols,
+        x.dtype,
+        options.dtype,
+        layout_of(x.num_cols, tensors).pack_limit,
+        centered=options.centered,
+        weight=dtype_of(tensors, "weight"),
+        bias=dtype_of(tensors, "bias"),
+        zero_centered=options.zero_centered,
+        sums=options.sums,
+        scaling="tensor" if options.rule else "given",
+    )
+    words = [*row_words(tensors, "x")]
+    if x.dtype != options.dtype:
+        rule = scale_rule_words(*(options.rule or (0.0, False)))
+        words += [Address("scale"), Address("scale_inv"), Address("amax"), *rule]
+    if options.centered is not None:
+        words += [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
+    words += [Address("data"), x.num_cols, Address("transposed"), x.num_rows, x.num_cols]
+    arguments, partials_shape = [[*words, Address("partials")]], None
+    if options.sums:
+        partials_shape = (-(-x.num_rows // 128), x.num_cols)  # one row for each 128 rows
+        arguments.append(sum_words(partials_shape))
+    return Call(launches, tuple(arguments), None, partials_shape)
+
+
+def sum_words(partials_shape: tuple[int, int]) -> Words:
+    """struct Parameters of backward_parameters.cu, of one kind of sums."""
+    num_cols = partials_shape[1]
+    return [0, Address("partials"), num_cols, 0, Address("sums"), *partials_shape]
 
 
 def update_scales(

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..gpu import arrays, launch
+from ..gpu.arrays import Rows
+from ..plan.devices import Device
+from ..plan.matrices import reduce_matrix_launch
+from .arguments import Address, Call, layout_of, row_words
 from .cache import keep, matrices
-from .matrix_calls import reduce_matrix_call
 from .on_gpu import PreparedMatrixCall, rows_of
+from .quantize import sum_words
 from .request import Array
 
 
@@ -42,3 +46,17 @@ def _prepared(x: Array, sums: str | None) -> PreparedMatrixCall:
         prepared = PreparedMatrixCall(_Operands(x), layouts, outputs, call, zeroed=sums is None)
         keep(matrices, key, prepared)
     return prepared
+
+
+def reduce_matrix_call(device: Device, x: Rows, sums: str | None) -> Call:
+    """A reading of a matrix for its largest magnitude, or for sums over its rows, of dtype sums."""
+    limit = layout_of(x.num_cols, {"x": x}).pack_limit
+    launches, num_slabs, rows_of_slab = reduce_matrix_launch(
+        device, x.num_rows, x.num_cols, x.dtype, limit, sums
+    )
+    words = [*row_words({"x": x}, "x"), x.num_rows, x.num_cols, rows_of_slab]
+    arguments, partials_shape = [[*words, Address("partials"), Address("amax")]], None
+    if sums:
+        partials_shape = (num_slabs, x.num_cols)
+        arguments.append(sum_words(partials_shape))
+    return Call(launches, tuple(arguments), None, partials_shape)
