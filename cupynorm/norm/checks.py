@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from functools import partial
 
 import numpy as np
 
 from ..dtypes import DTYPES, FLOAT8S, compute_dtype
 from ..gpu import arrays
-from .functors import check as check_functors
+from ..plan.functors import Functors
+from .functors import check_shape
 from .options import check_gradients, dtype_name
 from .request import (
     Array,
@@ -90,12 +90,20 @@ def take_like(
     return array
 
 
-def _take_array(array: Array, name: str, *, x: Array) -> Array:
-    """An array of a functor, of any shape."""
-    array = arrays.take(array, name)
-    check_dtype(array, name)
-    check_same_place(array, x, name, "input")
-    return array
+def _take_functors(
+    functors: Functors | None, x: Array, extents: tuple[int, ...]
+) -> Functors | None:
+    """The functors with their arrays converted."""
+    if functors is None:
+        return None
+    converted = []
+    for name, array in zip(functors.names(), functors.arrays()):
+        array = arrays.take(array, name)
+        check_dtype(array, name)
+        check_same_place(array, x, name, "input")
+        check_shape(tuple(array.shape), tuple(x.shape), len(extents), name)
+        converted.append(array)
+    return functors.with_arrays(converted)
 
 
 def check_eps(eps: object, dtype: str, has_default: bool) -> float:
@@ -226,20 +234,15 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         raise ValueError(
             "amax is scale's own memory, which the kernel reads; expected an array of its own"
         )
-    functors = None
     if operands_given.functors is not None:
-        functors = check_functors(
-            operands_given.functors,
-            x,
-            extents,
-            partial(_take_array, x=x),
-            {
-                "an 8-bit out_dtype": quantization is not None,
-                "weight1 or bias1": has_second,
-                "memory_efficient": options.memory_efficient,
-                "round_x_hat": options.round_x_hat,
-            },
-        )
+        for name, is_given in {
+            "an 8-bit out_dtype": quantization is not None,
+            "weight1 or bias1": has_second,
+            "memory_efficient": options.memory_efficient,
+            "round_x_hat": options.round_x_hat,
+        }.items():
+            if is_given:
+                raise ValueError(f"{name} was given with load or store; expected only one of them")
     operands = ForwardOperands(
         input=x,
         residual=residual,
@@ -248,7 +251,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         dropout_seed=seed,
         scale=scale,
         amax=amax,
-        functors=functors,
+        functors=_take_functors(operands_given.functors, x, extents),
         **parameters,
     )
     options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
@@ -274,8 +277,6 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     reads_mean = options.centered and not options.x_is_y
     mean = _take_statistic(operands_given.mean, x, leading, "mean") if reads_mean else None
     rstd = _take_statistic(operands_given.rstd, x, leading, "rstd")
-    functors = operands_given.functors
-    has_functors = functors is not None
     check_gradients(options.gradients)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
@@ -289,10 +290,10 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         y_weight = take_like(operands_given.y_weight, x, extents, "weight", "x")
         y_bias = take_like(operands_given.y_bias, x, extents, "bias", "x")
     raw = None
-    if has_functors:
+    functors = _take_functors(operands_given.functors, x, extents)
+    if functors is not None:
         raw = take_like(operands_given.input, x, shape, "input", "x")
-        functors = check_functors(functors, x, extents, partial(_take_array, x=x))
-    if options.recompute or has_functors:
+    if options.recompute or functors is not None:
         bias = take_like(operands_given.bias, x, extents, "bias", "x")
     if options.dropout_p > 0 and operands_given.dropout_seed is None:
         raise TypeError("dropout_seed is None; expected the seed that the forward returned")
