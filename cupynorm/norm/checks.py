@@ -21,6 +21,7 @@ from .request import (
     BackwardOptions,
     BackwardRequest,
     ForwardOperands,
+    ForwardOptions,
     ForwardRequest,
     SecondGradient,
 )
@@ -192,70 +193,75 @@ def _check_seed(seed: object, x: Array) -> object:
 def check_forward(request: ForwardRequest) -> ForwardRequest:
     """The request with its arrays converted, eps a float, and the dtypes of y and of the sum by
     name. Reads no address: a tensor may have no memory."""
-    operands_given, options = request
-    x = arrays.take(operands_given.input, "input")
+    given, options = request
+    x = arrays.take(given.input, "input")
     dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
     _check_extents(shape, extents, "input")
+    leading = shape[: len(shape) - len(extents)]
     parameters = {
-        name: take_like(getattr(operands_given, name), x, extents, name, "input")
+        name: take_like(getattr(given, name), x, extents, name, "input")
         for name in ("weight", "bias", "weight1", "bias1")
     }
     sum_dtype = options.residual_dtype or dtype
     eps = check_eps(options.eps, sum_dtype, has_default=not options.centered)
-    quantization = options.quantization
     y_dtype = dtype
-    if quantization is not None:
-        y_dtype = quantization.dtype
+    if options.quantization is not None:
+        y_dtype = options.quantization.dtype
     elif options.out_dtype is not None:
         y_dtype = dtype_name(options.out_dtype, "out_dtype", also=FLOAT8S)
-    residual = take_like(operands_given.residual, x, shape, "residual", "input")
+    residual = take_like(given.residual, x, shape, "residual", "input")
     if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
         expected = f"the input's, {dtype}"
         if options.residual_dtype is not None:
             expected = f"the input's or residual_dtype, {dtype} or {sum_dtype}"
         raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
-    leading = shape[: len(shape) - len(extents)]
-    row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "input")
+    row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
     _check_constant(row_scale, "row_scale")
-    seed = _check_seed(operands_given.dropout_seed, x)
-    has_second = operands_given.weight1 is not None or operands_given.bias1 is not None
-    if quantization is not None and (has_second or options.memory_efficient):
-        name = "memory_efficient" if options.memory_efficient else "a second weight or bias"
+    operands = given._replace(
+        input=x,
+        residual=residual,
+        row_scale=row_scale,
+        dropout_seed=_check_seed(given.dropout_seed, x),
+        scale=_scalar(given.scale, "scale", x),
+        amax=_scalar(given.amax, "amax", x),
+        functors=_take_functors(given.functors, x, extents),
+        **parameters,
+    )
+    if share_an_address(operands.scale, operands.amax):
         raise ValueError(
-            f"{name} was given with out_dtype {quantization.dtype}; expected only one of them"
+            "amax is scale's own memory, which the kernel reads; expected an array of its own"
         )
+    options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
+    _check_combinations(operands, options)
+    return ForwardRequest(operands, options)
+
+
+def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> None:
+    """Raises ValueError or TypeError for options that exclude each other."""
+    quantization, has_functors = options.quantization, operands.functors is not None
+    has_second = operands.weight1 is not None or operands.bias1 is not None
+    for name, is_given in (
+        ("a second weight or bias", has_second),
+        ("memory_efficient", options.memory_efficient),
+    ):
+        if is_given and quantization is not None:
+            raise ValueError(
+                f"{name} was given with out_dtype {quantization.dtype}; expected only one of them"
+            )
+    for name, is_given in (
+        ("an 8-bit out_dtype", quantization is not None),
+        ("weight1 or bias1", has_second),
+        ("memory_efficient", options.memory_efficient),
+        ("round_x_hat", options.round_x_hat),
+    ):
+        if is_given and has_functors:
+            raise ValueError(f"{name} was given with load or store; expected only one of them")
+    y_dtype, sum_dtype = options.out_dtype, options.residual_dtype
     if options.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
         raise TypeError(
             f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; "
             "expected both float64, or neither"
         )
-    scale, amax = (_scalar(getattr(operands_given, name), name, x) for name in ("scale", "amax"))
-    if share_an_address(scale, amax):
-        raise ValueError(
-            "amax is scale's own memory, which the kernel reads; expected an array of its own"
-        )
-    if operands_given.functors is not None:
-        for name, is_given in {
-            "an 8-bit out_dtype": quantization is not None,
-            "weight1 or bias1": has_second,
-            "memory_efficient": options.memory_efficient,
-            "round_x_hat": options.round_x_hat,
-        }.items():
-            if is_given:
-                raise ValueError(f"{name} was given with load or store; expected only one of them")
-    operands = ForwardOperands(
-        input=x,
-        residual=residual,
-        out=operands_given.out,
-        row_scale=row_scale,
-        dropout_seed=seed,
-        scale=scale,
-        amax=amax,
-        functors=_take_functors(operands_given.functors, x, extents),
-        **parameters,
-    )
-    options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
-    return ForwardRequest(operands, options)
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:
