@@ -269,20 +269,20 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
 
     The dtypes of gradients that are not wanted are None.
     """
-    operands_given, options = request
+    given, options = request
     extents = options.extents
-    x = arrays.take(operands_given.x, "x")
+    x = arrays.take(given.x, "x")
     dtype, shape = check_dtype(x, "x"), tuple(x.shape)
     _check_extents(shape, extents, "x")
     leading = shape[: len(shape) - len(extents)]
-    dy = take_like(operands_given.dy, x, shape, "dy", "x")
+    dy = take_like(given.dy, x, shape, "dy", "x")
     if dy is None:
         raise TypeError("dy is None; expected the gradient of y")
-    dsum = take_like(operands_given.dsum, x, shape, "dsum", "x")
-    weight = take_like(operands_given.weight, x, extents, "weight", "x")
+    dsum = take_like(given.dsum, x, shape, "dsum", "x")
+    weight = take_like(given.weight, x, extents, "weight", "x")
     reads_mean = options.centered and not options.x_is_y
-    mean = _take_statistic(operands_given.mean, x, leading, "mean") if reads_mean else None
-    rstd = _take_statistic(operands_given.rstd, x, leading, "rstd")
+    mean = _take_statistic(given.mean, x, leading, "mean") if reads_mean else None
+    rstd = _take_statistic(given.rstd, x, leading, "rstd")
     check_gradients(options.gradients)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
@@ -291,23 +291,32 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         if own_dtype is not None:
             default = dtype_name(own_dtype, f"{name}_dtype")
         dtypes[f"{name}_dtype"] = default if name in options.gradients else None
-    y_weight = y_bias = bias = None
+    y_weight = y_bias = bias = input = None
     if options.x_is_y:
-        y_weight = take_like(operands_given.y_weight, x, extents, "weight", "x")
-        y_bias = take_like(operands_given.y_bias, x, extents, "bias", "x")
-    raw = None
-    functors = _take_functors(operands_given.functors, x, extents)
+        y_weight = take_like(given.y_weight, x, extents, "weight", "x")
+        y_bias = take_like(given.y_bias, x, extents, "bias", "x")
+    functors = _take_functors(given.functors, x, extents)
     if functors is not None:
-        raw = take_like(operands_given.input, x, shape, "input", "x")
+        input = take_like(given.input, x, shape, "input", "x")
     if options.recompute or functors is not None:
-        bias = take_like(operands_given.bias, x, extents, "bias", "x")
-    if options.dropout_p > 0 and operands_given.dropout_seed is None:
+        bias = take_like(given.bias, x, extents, "bias", "x")
+    if options.dropout_p > 0 and given.dropout_seed is None:
         raise TypeError("dropout_seed is None; expected the seed that the forward returned")
-    row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "x")
-    seed = _check_seed(operands_given.dropout_seed, x)
     operands = BackwardOperands(
-        *(dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, functors),
-        take_like(operands_given.dy1, x, shape, "dy1", "x"),
+        dy,
+        x,
+        mean,
+        rstd,
+        weight,
+        dsum,
+        bias,
+        row_scale=take_like(given.row_scale, x, leading, "row_scale", "x"),
+        dropout_seed=_check_seed(given.dropout_seed, x),
+        y_weight=y_weight,
+        y_bias=y_bias,
+        input=input,
+        functors=functors,
+        dy1=take_like(given.dy1, x, shape, "dy1", "x"),
     )
     return BackwardRequest(operands, options._replace(**dtypes))
 
