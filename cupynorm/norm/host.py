@@ -122,7 +122,7 @@ class HostBackward:
         x, mean = operands.x, operands.mean
         x64, mean64 = self._matrix(x), _vector(mean)
         if options.x_is_y:
-            x64, mean64 = self._row_of(operands)
+            x64, mean64 = self._x_from_y(operands)
         load, store = operands.functors or (None, None)
         raw64, of_load, of_store = x64, [], []
         if load is not None and operands.input is None:
@@ -198,8 +198,8 @@ class HostBackward:
             x_hat = (x if mean is None else x - mean.reshape(-1, 1)) * rstd
             return affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
 
-    def _row_of(self, operands: BackwardOperands) -> tuple[np.ndarray, np.ndarray]:
-        """Rows with the x_hat of y, which is operands.x, and with rstd; and their mean, 0."""
+    def _x_from_y(self, operands: BackwardOperands) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of mean 0 whose x_hat is that of y, which operands.x is; and the means."""
         y, rstd = operands.x, _vector(operands.rstd)
         x_hat = reference.x_hat_of(
             self._matrix(y),
