@@ -117,7 +117,7 @@ def dtype_of(tensors: RowsByName, name: str) -> str | None:
 
 
 def row_words(tensors: RowsByName, name: str, turned: bool = False) -> tuple[Address, int]:
-    """Address and row stride, as struct members. turned: of the last row, to go back to the first."""
+    """Address and row stride, as struct members. turned: to go from the last row to the first."""
     if name not in tensors:
         return Address(name), 0
     rows = tensors[name]
