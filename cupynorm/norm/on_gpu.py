@@ -208,7 +208,7 @@ class PreparedMatrixCall(OnGpu):
                 fill(made, 0)
             if self.steps:
                 self.enqueue(tuple(map(library.address, tensors)), None)
-            return self.results((*tensors, None, None, None))
+            return self.results(tensors + (None, None, None))
         finally:
             if former != self.device_index:
                 library.exchange_device(former)

@@ -9,8 +9,7 @@ in cupynorm.reference.parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..dtypes import DTYPES, compute_dtype
@@ -71,13 +70,15 @@ class OfPart(NamedTuple):
     sums: Array | None = None
 
 
+_ARITHMETIC = "arithmetic"  # the dtype of the arithmetic on x
+
+
 def statistics_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
     """[3, num_rows]: mean, what is left of it after rounding, and M2 = sum of (x - mean)^2.
 
     For RMSNorm the sums of squares, [1, num_rows]. In the dtype of the arithmetic.
     """
-    shape = (3 if norm.centered else 1, len(of_part.x))
-    return _run(of_part, norm, {"part": (shape, _compute(of_part))}, statistics_call)
+    return _run(of_part, norm, (("part", _ARITHMETIC),), statistics_call)
 
 
 def normalize(of_part: OfPart, norm: SplitNorm, dtype: str) -> tuple[Array, Array]:
@@ -87,12 +88,10 @@ def normalize(of_part: OfPart, norm: SplitNorm, dtype: str) -> tuple[Array, Arra
     alone, [1, num_rows]. They come from parts, or, without parts, are those that were given.
     """
     combines = of_part.parts is not None
-    shape = (3 if norm.centered else 1, len(of_part.x))
-    outputs = {
-        "y": (tuple(of_part.x.shape), dtype),
-        "statistics": (shape, _compute(of_part) if combines else None),
-    }
-    y, statistics = _run(of_part, norm, outputs, partial(normalize_call, combines=combines))
+    outputs = ("y", dtype), ("statistics", _ARITHMETIC if combines else None)
+    y, statistics = _run(
+        of_part, norm, outputs, lambda *call: normalize_call(*call, combines=combines)
+    )
     return y, statistics if combines else of_part.statistics
 
 
@@ -101,8 +100,7 @@ def sums_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
 
     In the dtype of the arithmetic.
     """
-    shape = (2 if norm.centered else 1, len(of_part.x))
-    return _run(of_part, norm, {"sums": (shape, _compute(of_part))}, sums_call)
+    return _run(of_part, norm, (("sums", _ARITHMETIC),), sums_call)
 
 
 class Wanted(NamedTuple):
@@ -120,9 +118,7 @@ def gradients(
 
     wanted: dx has the dtype of x.
     """
-    shape = tuple(of_part.x.shape)
-    shapes = shape, shape[1:], shape[1:]
-    outputs = dict(zip(Wanted._fields, zip(shapes, wanted)))
+    outputs = tuple(zip(Wanted._fields, wanted))
 
     def plan(norm: SplitNorm, tensors: RowsByName) -> Call:
         device = launch.device(arrays.view(of_part.x).device)
@@ -132,36 +128,47 @@ def gradients(
     return _run(of_part, norm, outputs, plan)
 
 
-def _compute(of_part: OfPart) -> str:
-    return compute_dtype(arrays.dtype_name(of_part.x)).name
-
-
 def _run(
     of_part: OfPart,
     norm: SplitNorm,
-    outputs: Mapping[str, tuple[tuple[int, ...], str | None]],
+    outputs: tuple[tuple[str, str | None], ...],
     plan: Callable[[SplitNorm, RowsByName], Call],
 ) -> Any:
-    """Runs a call of the kernels below. outputs: shapes and dtypes, None for what is not wanted."""
-    key = (norm, *outputs.items(), *map(arrays.library(of_part.x).layout_key, of_part))
+    """Runs one of the calls below. outputs: names and dtypes, None for what is not wanted."""
+    key = (outputs, norm, *map(arrays.library(of_part.x).layout_key, of_part))
     prepared = matrices.get(key)
     if prepared is None:
-        layouts = {
-            name: rows_of(array, 1) if name in ("x", "dy") else parameter_of(array)
-            for name in ("x", "dy", "weight", "bias")
-            if (array := getattr(of_part, name)) is not None
-        }
-        tensors = {name: rows for name, (rows, _) in layouts.items()}
-        for name in ("y", "dx"):
-            shape, dtype = outputs.get(name, (None, None))
-            if dtype:
-                tensors[name] = arrays.contiguous_rows(shape, 1, dtype)
-        x = tensors["x"]
-        call = plan(norm, tensors) if x.num_rows and x.num_cols else None
-        # Without rows, or on a rank without columns, which adds nothing to sums, outputs are 0.
-        prepared = PreparedMatrixCall(of_part, layouts, outputs, call)
+        prepared = _prepare(of_part, norm, outputs, plan)
         keep(matrices, key, prepared)
     return prepared.run(of_part)
+
+
+def _prepare(
+    of_part: OfPart,
+    norm: SplitNorm,
+    outputs: tuple[tuple[str, str | None], ...],
+    plan: Callable[[SplitNorm, RowsByName], Call],
+) -> PreparedMatrixCall:
+    layouts = {
+        name: rows_of(array, 1) if name in ("x", "dy") else parameter_of(array)
+        for name in ("x", "dy", "weight", "bias")
+        if (array := getattr(of_part, name)) is not None
+    }
+    x, compute = layouts["x"][0], compute_dtype(layouts["x"][0].dtype).name
+    whole, of_cols, values = (x.num_rows, x.num_cols), (x.num_cols,), 3 if norm.centered else 1
+    shapes = {"y": whole, "dx": whole, "dweight": of_cols, "dbias": of_cols}
+    shapes |= {"part": (values, x.num_rows), "statistics": (values, x.num_rows)}
+    shapes["sums"] = (2 if norm.centered else 1, x.num_rows)
+    made = {
+        name: (shapes[name], compute if dtype is _ARITHMETIC else dtype) for name, dtype in outputs
+    }
+    tensors = {name: rows for name, (rows, _) in layouts.items()}
+    for name in ("y", "dx"):
+        if name in made and made[name][1]:
+            tensors[name] = arrays.contiguous_rows(whole, 1, made[name][1])
+    call = plan(norm, tensors) if x.num_rows and x.num_cols else None
+    # Without rows, or on a rank without columns, which adds nothing to sums, outputs are 0.
+    return PreparedMatrixCall(of_part, layouts, made, call)
 
 
 # Kernels and their arguments, the structs of cuda_src/split_*.cu.
