@@ -217,27 +217,24 @@ def check_gradients(gradients: tuple[str, ...]) -> None:
 # 8-bit outputs.
 
 
-def is_float8(dtype: object) -> bool:
-    """Whether an out_dtype is an 8-bit float, by name or as torch's or ml_dtypes' dtype."""
+def _float8_name(dtype: object) -> str | None:
+    """The name of an 8-bit float, given by name or as torch's or ml_dtypes' dtype; else None."""
     # The first test keeps ordinary calls short, and torch.compile can follow it.
     if dtype is None or (dtype.__class__ is str and dtype in DTYPES):
-        return False
-    return float8_name(dtype) in FLOAT8S
-
-
-def float8_name(dtype: object) -> str:
-    """The name of a dtype of torch or ml_dtypes; a str is returned unchanged."""
+        return None
     name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if name in FLOAT8S or isinstance(dtype, str):
-        return name
-    return getattr(dtype, "__name__", name)
+    for each in (name, getattr(dtype, "__name__", None)):
+        if each in FLOAT8S:
+            return each
+    return None
 
 
 def quantization(
     out_dtype: object, scale: object, amax: object, power_of_two: object, transpose: object
 ) -> Quantization | None:
     """The options of an 8-bit y; None for a y of another dtype."""
-    if not is_float8(out_dtype):
+    float8 = _float8_name(out_dtype)
+    if float8 is None:
         if scale is None and amax is None and power_of_two is False and transpose is False:
             return None
         options = {"scale": scale, "amax": amax}
@@ -280,4 +277,4 @@ def quantization(
             f"transpose was given with scale {scaling!r}; expected one scale for the whole tensor, "
             "which both copies share"
         )
-    return Quantization(float8_name(out_dtype), scaling, bool(power_of_two), bool(transpose))
+    return Quantization(float8, scaling, bool(power_of_two), bool(transpose))

@@ -204,11 +204,9 @@ class PreparedForward(CheckedForward, OnGpu):
         layouts = layouts_of(operands, names, ("input", "residual"), num_dims)
         # Single numbers, and out, which is written in place: never copied.
         drops = self.options.dropout_p > 0
-        in_place = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
-        in_place += [
-            name for name in ("scale", "amax", "out") if getattr(operands, name) is not None
-        ]
-        names += in_place
+        names += ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
+        not_copied = ("scale", "amax", "out")
+        names += [name for name in not_copied if getattr(operands, name) is not None]
         OnGpu.__init__(self, operands.input, ForwardOperands._fields, names, layouts)
         functors = self.read_functors(operands.functors, operands.input, num_dims)
         if operands.functors is not None:
@@ -285,10 +283,6 @@ class PreparedForward(CheckedForward, OnGpu):
         return as_quantized_tensor(
             quantization, data, scale_inv, transposed, operands.input, self.num_cols
         )
-
-
-def _is_int(seed: object) -> bool:
-    return isinstance(seed, int)
 
 
 # Backward.
@@ -437,7 +431,7 @@ class PreparedBackward(OnGpu):
         layouts = layouts_of(operands, names, ("dy", "dy1", "x", "dsum", "input"), num_dims)
         statistics = "mean", "rstd"  # not what decides a plan
         tensors = {name: rows for name, (rows, _) in layouts.items() if name not in statistics}
-        names += ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
+        names += ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
         OnGpu.__init__(self, operands.x, BackwardOperands._fields, names, layouts)
         wanted = options.functor_gradients
         functors = self.read_functors(operands.functors, operands.x, num_dims, wanted)

@@ -206,12 +206,12 @@ def test_quantization_names_the_argument_that_it_refuses(given, error, words):
 # with_checked_options.
 
 
-def test_complete_returns_a_plain_request_itself():
+def test_checking_returns_a_plain_request_itself():
     request = forward_request("x", weight="weight")
     assert with_checked_options(request) is request
 
 
-def test_complete_brings_options_to_their_types():
+def test_checking_brings_options_to_their_types():
     given = PLAIN._replace(
         dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1, memory_efficient=0
     )
@@ -222,7 +222,7 @@ def test_complete_brings_options_to_their_types():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_complete_makes_a_name_of_residual_dtype(dtype):
+def test_checking_makes_a_name_of_residual_dtype(dtype):
     request = with_checked_options(forward_request(options=PLAIN._replace(residual_dtype=dtype)))
     assert request.options.residual_dtype == "bfloat16"
 
@@ -231,17 +231,17 @@ def test_complete_makes_a_name_of_residual_dtype(dtype):
     "given, signed",
     [(0, 0), (7, 7), (-1, -1), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1)],
 )
-def test_complete_makes_an_int_seed_a_signed_64_bit_one(given, signed):
+def test_checking_makes_an_int_seed_a_signed_64_bit_one(given, signed):
     options = PLAIN._replace(dropout_p=0.5)
     request = with_checked_options(forward_request(options=options, dropout_seed=given))
     assert request.operands.dropout_seed == signed
 
 
-def test_complete_drops_a_seed_that_dropout_does_not_read():
+def test_checking_drops_a_seed_that_dropout_does_not_read():
     assert with_checked_options(forward_request(dropout_seed=7)).operands.dropout_seed is None
 
 
-def test_complete_drops_the_name_of_a_scaling_and_keeps_an_array():
+def test_checking_drops_the_name_of_a_scaling_and_keeps_an_array():
     scale = np.ones(1, np.float32)
     options = PLAIN._replace(quantization=Quantization("float8_e4m3fn", "row"))
     assert (
@@ -266,7 +266,7 @@ def test_complete_drops_the_name_of_a_scaling_and_keeps_an_array():
         ({"residual_dtype": "int32"}, None, TypeError, "residual_dtype is 'int32'"),
     ],
 )
-def test_complete_names_the_option_that_it_refuses(options, seed, error, words):
+def test_checking_names_the_option_that_it_refuses(options, seed, error, words):
     request = forward_request(options=PLAIN._replace(**options), dropout_seed=seed)
     with pytest.raises(error, match=words):
         with_checked_options(request)
