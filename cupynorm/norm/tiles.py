@@ -24,6 +24,7 @@ from ..plan.devices import Device
 from ..plan.instances import Kernel
 from ..plan.measured_tiles import FILES
 from ..plan.problem import Layout, Problem, Tile
+from ..plan.tile_checks import check_tile
 from .cache import forget
 
 # Modules that decide a tile.
@@ -199,6 +200,11 @@ def use_device_file(path: Path) -> None:
             return None
         rows_of_class = rows.get(measured_tiles.key_of(problem), ())
         choice = measured_tiles.tile_of(rows_of_class, problem, device)
+        if choice and not here:
+            try:
+                check_tile(problem, *choice, device)
+            except ValueError:  # measured on a GPU that can do more
+                return None
         return choice and (*choice, f"from {path.name}")
 
     _use(tuned)

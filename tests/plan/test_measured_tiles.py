@@ -198,3 +198,16 @@ def test_other_devices_have_no_rows():
         for name in DEVICES
         if name not in FILES["h200.csv"]
     )
+
+
+@pytest.mark.parametrize("changes", ({"clusters": ((2, 66),)}, {"smem_per_block": 101376}), ids=str)
+def test_a_device_of_the_same_name_that_can_do_less_has_no_rows(changes):
+    """A tile of the file may have clusters, or shared memory, that the device has not."""
+    less = replace(DEVICES["H200"], **changes)
+    for direction in ("forward", "backward"):
+        for num_cols in (1000, 9008, 12288, 51204, 131072):
+            made = plan(num_cols, device=less, direction=direction)
+            renamed = plan(num_cols, device=replace(less, name="other"), direction=direction)
+            assert made.launches == renamed.launches
+    fewer = replace(DEVICES["H200"], num_sms=114)
+    assert plan(9008, device=fewer).reason == plan(9008, device="H200").reason

@@ -323,6 +323,9 @@ def test_a_data_file_of_ranges_is_used_for_any_device_without_a_gpu(tmp_path, mo
             after.tile == plan(12296, device="H200").tile != before.tile
             and after.reason == "from h200.csv"
         )
+        for name in DEVICES:  # tiles of the file that a device cannot run are left out
+            for num_cols in (1024, 12288, 20000):
+                assert plan(num_cols, device=name, direction="backward").launches
     finally:
         cupynorm.use_tiles(None)
     assert plan(12296, device="B200").tile == before.tile
