@@ -26,8 +26,8 @@ def draw_seed(x: Array) -> Array:
     return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
 
 
-def dtype_of(array: Array | None) -> str | None:
-    """The dtype of an optional array by name."""
+def dtype_or_none(array: Array | None) -> str | None:
+    """The dtype of an array by name; None of no array."""
     return None if array is None else arrays.dtype_name(array)
 
 
@@ -48,7 +48,7 @@ class CheckedForward:
         self.dtype = arrays.dtype_name(operands.input)
         self.makes_sum = makes_sum(request, self.dtype)
         self.has_second = operands.weight1 is not None or operands.bias1 is not None
-        self.bias1_dtype = dtype_of(operands.bias1)
+        self.bias1_dtype = dtype_or_none(operands.bias1)
         # After the checks residual_dtype always has a value.
         as_input = options._replace(residual_dtype=None)
         self.is_plain = options.residual_dtype == self.dtype and is_plain(
@@ -59,8 +59,8 @@ class CheckedForward:
             options.extents,
             bool(options.zero_centered_weight),
             dx_dtype=None if self.is_plain else self.dtype,
-            dbias_dtype=dtype_of(operands.bias),
-            dresidual_dtype=None if self.is_plain else dtype_of(operands.residual),
+            dbias_dtype=dtype_or_none(operands.bias),
+            dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
             dropout_p=options.dropout_p,
             x_is_y=options.memory_efficient,
             # A tile belongs to one kernel; a strategy is meant for both directions.

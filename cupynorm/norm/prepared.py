@@ -18,7 +18,7 @@ from ..plan.problem import Layout, Problem, sums_dx
 from . import host
 from .arguments import backward_call, forward_call
 from .cache import backwards, forwards, keep
-from .checked_forward import CheckedForward, draw_seed, dtype_of
+from .checked_forward import CheckedForward, draw_seed, dtype_or_none
 from .checks import (
     check_backward,
     check_forward,
@@ -139,12 +139,12 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
         num_cols,
         options.residual_dtype,
         dy=y_dtype,
-        dx=dtype_of(x),
-        weight=dtype_of(operands.weight),
-        dweight=dtype_of(operands.weight),
-        dbias=dtype_of(operands.bias),
+        dx=dtype_or_none(x),
+        weight=dtype_or_none(operands.weight),
+        dweight=dtype_or_none(operands.weight),
+        dbias=dtype_or_none(operands.bias),
         layout=Layout.of_new_arrays(num_cols),
-        row_scale=dtype_of(operands.row_scale),
+        row_scale=dtype_or_none(operands.row_scale),
         dropout=options.dropout_p > 0,
     )
     choose(problem, launch.device(arrays.view(x).device), options.launch.strategy)

@@ -149,6 +149,7 @@ def _prepare(
     outputs: tuple[tuple[str, str | None], ...],
     plan: Callable[[SplitNorm, RowsByName], Call],
 ) -> PreparedMatrixCall:
+    """The call, planned and compiled; here are the shapes of all that one returns."""
     layouts = {
         name: rows_of(array, 1) if name in ("x", "dy") else parameter_of(array)
         for name in ("x", "dy", "weight", "bias")
