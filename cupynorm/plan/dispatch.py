@@ -41,9 +41,11 @@ def choose(
 ) -> Choice:
     """The kernel for a problem. Raises ValueError if a given strategy, tile or statistics does not
     fit."""
+    # Blocks of path grid exchange sums once.
+    excludes_grid = problem.forward and statistics == "two_pass"
     if tuned is not None and strategy is None and tile is None:
         tuned_choice = tuned(problem, device)
-        if tuned_choice:
+        if tuned_choice and not (excludes_grid and tuned_choice[1].path == "grid"):
             strategy, tile, reason = tuned_choice
             return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
     check_choice(strategy, statistics)
@@ -56,7 +58,7 @@ def choose(
     else:
         name, reason = strategy, "as asked for"
         chosen = _forced_tile(problem, device, strategy, tile)
-    if chosen.path == "grid" and problem.forward and statistics == "two_pass":
+    if chosen.path == "grid" and excludes_grid:
         if strategy is not None:
             raise ValueError(
                 "statistics is 'two_pass'; expected 'welford' or None, because all blocks share "
