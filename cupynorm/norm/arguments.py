@@ -359,36 +359,17 @@ def backward_call(
     in_one = "backward_few.cu" in sources
     sums_up = "backward_parameters.cu" in sources
     sums_dy_itself = sums_up and not plan.num_partials
-    smallest = DTYPES[x.dtype].half_ulp if options.x_is_y else None
-    x_words = [*row_words(tensors, "x")]
-    if smallest is not None:  # struct LoadXHat instead of struct Load
-        x_words += [Address("y_weight"), Address("y_bias"), smallest]
-    if problem.load and problem.load.source:  # struct FunctorLoad
-        x_words = [*_functor_words(functors.load, "load", problem), *x_words]
-    through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
-
-    def dy_words(backward: bool) -> Words:
-        """struct Load, LoadBoth or DyThroughStore; backward: whether it writes the gradients of
-        arrays."""
-        row = [*row_words(tensors, "dy"), *(row_words(tensors, "dy1") if problem.dy1 else ())]
-        if functors.store is None:
-            return row
-        of_store = _functor_words(functors.store, "store", problem, backward=True)
-        num_arrays = len(functors.store.arrays)
-        if num_arrays and not backward:
-            of_store[-num_arrays:] = [0] * num_arrays
-        return [*x_words, *row, *through, *of_store]
-
+    x_words = _x_words(tensors, problem, functors.load)
     arguments = []
     if len(sources) > sums_up:
-        read = [*x_words, *dy_words(backward=True)]
+        read = [*x_words, *_dy_words(tensors, problem, functors.store, x_words)]
         words = _backward_words(tensors, problem, options, plan, read, functors.load)
         if in_one:  # struct BackwardFew
             words += [Address("dweight"), Address("dbias"), plan.launches[0].num_row_blocks]
         arguments.append(words)
     if sums_dy_itself:
         statistics = [Address("mean"), Address("rstd"), Address("dweight"), Address("dbias")]
-        read = [*x_words, *dy_words(backward=False)]
+        read = [*x_words, *_dy_words(tensors, problem, functors.store, x_words, writes=False)]
         arguments.append([*read, *statistics, x.num_rows, x.num_cols])
     elif sums_up:
         *partials, of_dx = _partial_words(problem, plan)
@@ -407,6 +388,36 @@ def backward_call(
     same = dx is not None and (dx.dtype, dx.row_stride) == (dy.dtype, dy.row_stride)
     can_write_over_dy = same and not (sums_dy_itself or in_one)
     return Call(plan.launches, tuple(arguments), plan, partials_shape, can_write_over_dy)
+
+
+def _x_words(tensors: RowsByName, problem: Problem, load: PlacedFunctor | None) -> Words:
+    """struct Load; LoadXHat where x is y; FunctorLoad around them. load: forward's functor."""
+    words = [*row_words(tensors, "x")]
+    if problem.y:
+        words += [Address("y_weight"), Address("y_bias"), DTYPES[problem.y].half_ulp]
+    if problem.load and problem.load.source:
+        words = [*_functor_words(load, "load", problem), *words]
+    return words
+
+
+def _dy_words(
+    tensors: RowsByName,
+    problem: Problem,
+    store: PlacedFunctor | None,
+    x_words: Words,
+    *,
+    writes: bool = True,
+) -> Words:
+    """struct Load, LoadBoth or DyThroughStore. store: forward's functor. writes: whether the
+    gradients of its arrays are written."""
+    row = [*row_words(tensors, "dy"), *(row_words(tensors, "dy1") if problem.dy1 else ())]
+    if store is None:
+        return row
+    of_store = _functor_words(store, "store", problem, backward=True)
+    if store.arrays and not writes:
+        of_store[-len(store.arrays) :] = [0] * len(store.arrays)
+    through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
+    return [*x_words, *row, *through, *of_store]
 
 
 def _partial_words(problem: Problem, plan: Plan) -> list:
