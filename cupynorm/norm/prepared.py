@@ -343,17 +343,17 @@ class PreparedBackward(OnGpu):
 
     def __init__(self, request: BackwardRequest) -> None:
         operands, options = request
-        first, second = self._choose_dtypes(request)
+        dx_dtype, dresidual_dtype = self._choose_dtypes(request)
         drops = self.is_scaled and options.dropout_p > 0
-        read, tensors, functors = self._place_inputs(request, adds=bool(first), drops=drops)
+        read, tensors, functors = self._place_inputs(request, adds=bool(dx_dtype), drops=drops)
         shape, extents = tuple(operands.x.shape), options.extents
         outputs = {
-            "dx": (shape, first),
+            "dx": (shape, dx_dtype),
             "dweight": (extents, options.dweight_dtype),
             "dbias": (extents, options.dbias_dtype),
-            "dresidual": (shape, second),
+            "dresidual": (shape, dresidual_dtype),
             "y": (shape, tensors["dy"].dtype if options.recompute else None),
-            "dx_sum": (extents, options.dx_sum_dtype if first and not self.is_scaled else None),
+            "dx_sum": (extents, options.dx_sum_dtype if dx_dtype and not self.is_scaled else None),
         }
         for name, (own_shape, dtype) in outputs.items():
             if dtype:  # a new array is aligned
@@ -385,8 +385,8 @@ class PreparedBackward(OnGpu):
             # The gradient is written in the place of dy, which is the first that is read.
             self.compile(call, [*order.names, *["dx"] * self.overwrites_dy])
         dx = "dy" if self.overwrites_dy else "dx"
-        dresidual = dx if self.is_both else "dresidual"
-        if self.is_residual:
+        dresidual = dx if self.dresidual_is_dx else "dresidual"
+        if self.wants_only_dresidual:
             dx, dresidual = None, dx
         names = (dx, "dweight", "dbias", dresidual, "y", *["dx_sum"] * bool(options.dx_sum_dtype))
         self.results = order.returns(*names)
@@ -409,11 +409,13 @@ class PreparedBackward(OnGpu):
         has_load = operands.functors is not None and operands.functors.load is not None
         has_factor = operands.row_scale is not None or options.dropout_p > 0
         self.is_scaled = dx is not None and (has_factor or has_load)
-        self.is_both = None not in (dx, dresidual) and not self.is_scaled and dx == dresidual
-        self.is_residual = dx is None
-        if self.is_residual:
+        self.dresidual_is_dx = (
+            None not in (dx, dresidual) and not self.is_scaled and dx == dresidual
+        )
+        self.wants_only_dresidual = dx is None
+        if self.wants_only_dresidual:
             return dresidual, None
-        return dx, None if self.is_both else dresidual
+        return dx, None if self.dresidual_is_dx else dresidual
 
     def _place_inputs(
         self, request: BackwardRequest, *, adds: bool, drops: bool
