@@ -75,73 +75,50 @@ __version__ = "0.1.0"
 if not (Path(__file__).parent / "reference").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
-# Public name -> the module that defines it.
+# Module -> its public names: those of _WITHOUT_TORCH load where torch is not installed.
+_WITHOUT_TORCH = {
+    "norm.api": "layer_norm rms_norm layer_norm_forward rms_norm_forward",
+    "norm.backward": "layer_norm_backward rms_norm_backward",
+    "norm.results": "Forward Backward FusedForward FusedBackward",
+    "norm.plans": "plan",
+    "norm.quantized_tensor": "QuantizedTensor",
+    "norm.tiles": "use_tiles",
+    "linear.api": "layer_norm_linear layer_norm_linear_forward layer_norm_linear_backward "
+    "rms_norm_linear rms_norm_linear_forward rms_norm_linear_backward",
+    "linear.call": "ProjectedForward ProjectedBackward",
+    "plan.devices": "DEVICES Device",
+    "plan.dispatch": "Plan",
+    "plan.functors": "functor Functor FunctorError",
+    "plan.problem": "Tile",
+    "plan.strategies": "STRATEGIES",
+    "check.gradient_check": "check",
+    "check.results": "CheckResult",
+    "explore.experiment": "experiment Experiment",
+    "explore.explain": "explain Explanation",
+    "explore.trace": "trace Trace",
+    "gpu.nvrtc": "MissingLibraryError",
+}
+_WITH_TORCH = {
+    "nn.modules": "LayerNorm RMSNorm",
+    "nn.swap": "swap_norms SwappedNorms",
+    "nn.autocast": "fp8_autocast",
+    "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling MXFP8BlockScaling",
+    "linear.linear": "Linear",
+    "linear.model_init": "fp8_model_init",
+    "parallel.module": "LayerNormLinear",
+    "passes.install": "compile_passes CompilePasses",
+}
 _NAMES = {
-    "layer_norm": "norm.api",
-    "rms_norm": "norm.api",
-    "layer_norm_forward": "norm.api",
-    "layer_norm_backward": "norm.backward",
-    "rms_norm_forward": "norm.api",
-    "rms_norm_backward": "norm.backward",
-    "Forward": "norm.results",
-    "Backward": "norm.results",
-    "layer_norm_linear": "linear.api",
-    "rms_norm_linear": "linear.api",
-    "layer_norm_linear_forward": "linear.api",
-    "layer_norm_linear_backward": "linear.api",
-    "rms_norm_linear_forward": "linear.api",
-    "rms_norm_linear_backward": "linear.api",
-    "ProjectedForward": "linear.call",
-    "ProjectedBackward": "linear.call",
-    "FusedForward": "norm.results",
-    "FusedBackward": "norm.results",
-    "plan": "norm.plans",
-    "Plan": "plan.dispatch",
-    "Tile": "plan.problem",
-    "Device": "plan.devices",
-    "DEVICES": "plan.devices",
-    "STRATEGIES": "plan.strategies",
-    "use_tiles": "norm.tiles",
-    "functor": "plan.functors",
-    "Functor": "plan.functors",
-    "FunctorError": "plan.functors",
-    "check": "check.gradient_check",
-    "CheckResult": "check.results",
-    "experiment": "explore.experiment",
-    "Experiment": "explore.experiment",
-    "explain": "explore.explain",
-    "Explanation": "explore.explain",
-    "trace": "explore.trace",
-    "Trace": "explore.trace",
-    "MissingLibraryError": "gpu.nvrtc",
-    "LayerNorm": "nn.modules",
-    "RMSNorm": "nn.modules",
-    "swap_norms": "nn.swap",
-    "SwappedNorms": "nn.swap",
-    "LayerNormLinear": "parallel.module",
-    "compile_passes": "passes.install",
-    "CompilePasses": "passes.install",
-    "Linear": "linear.linear",
-    "fp8_model_init": "linear.model_init",
-    "fp8_autocast": "nn.autocast",
-    "Format": "nn.recipes",
-    "DelayedScaling": "nn.recipes",
-    "CurrentScaling": "nn.recipes",
-    "BlockScaling": "nn.recipes",
-    "MXFP8BlockScaling": "nn.recipes",
-    "QuantizedTensor": "norm.quantized_tensor",
+    name: module
+    for module, names in (_WITHOUT_TORCH | _WITH_TORCH).items()
+    for name in names.split()
 }
 
 # Public modules.
 _MODULES = ("functors",)
 
-# `from cupynorm import *` works without torch: names that need torch are left out.
-_NEED_TORCH = (
-    *("nn.modules", "nn.swap", "nn.autocast", "nn.recipes"),
-    *("parallel.module", "linear.linear", "linear.model_init", "passes.install"),
-)
-__all__ = ["__version__", *_MODULES]
-__all__ += [name for name, module in _NAMES.items() if module not in _NEED_TORCH]
+# `from cupynorm import *` works without torch.
+__all__ = ["__version__", *_MODULES, *" ".join(_WITHOUT_TORCH.values()).split()]
 
 
 if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspelt name.

@@ -6,6 +6,7 @@ NumPy has no bfloat16, so `encode` and `decode` use uint16 bit patterns for it.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,20 +50,9 @@ DTYPES = {
     dtype.name: dtype
     for dtype in (
         DType("float16", "__half", 2, "float32", (2, 16), 11, 2.0**-24, 65504.0),
-        DType(
-            "bfloat16",
-            "__nv_bfloat16",
-            2,
-            "float32",
-            (4, 16),
-            8,
-            2.0**-133,
-            (2 - 2.0**-7) * 2.0**127,
-        ),
+        DType("bfloat16", "__nv_bfloat16", 2, "float32", (4, 16), 8, 2.0**-133, 255 * 2.0**120),
         DType("float32", "float", 4, "float32", (2, 32), 24, 2.0**-149, (2 - 2.0**-23) * 2.0**127),
-        DType(
-            "float64", "double", 8, "float64", (2, 64), 53, 5e-324, float(np.finfo(np.float64).max)
-        ),
+        DType("float64", "double", 8, "float64", (2, 64), 53, 5e-324, sys.float_info.max),
     )
 }
 

@@ -14,7 +14,7 @@ from cupynorm.check.cases import Case, Problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
-from cupynorm.norm.split_calls import (
+from cupynorm.norm.split_rows import (
     SplitNorm,
     gradients_call,
     normalize_call,

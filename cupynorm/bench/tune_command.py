@@ -9,7 +9,7 @@ from ..check.cases import DIRECTIONS, NORMS
 from ..command_line import Commands, check_folders, number, positive, positives, several
 from ..dtypes import DTYPES
 from ..gpu import launch
-from ..plan import tables
+from ..plan import measured_tiles
 from . import confirm, tune, tune_ranges
 from .cells import COLS, cells
 from .command import bar, command_of
@@ -61,7 +61,7 @@ def run_device_file(arguments: argparse.Namespace) -> int:
     """Measures a part of a device's data file, and updates the file."""
     path = Path(arguments.device_file)
     check_folders(path)
-    rows = tables.read_rows(path) if path.exists() else []
+    rows = measured_tiles.read_rows(path) if path.exists() else []
     check_runs(arguments.runs)
 
     def compile_ahead(kernels: set) -> object:
@@ -73,11 +73,11 @@ def run_device_file(arguments: argparse.Namespace) -> int:
         kept, num_measured, num_left = confirm.confirm(
             rows, device, **timing, compile_ahead=compile_ahead
         )
-        tables.write_rows(path, kept)
+        measured_tiles.write_rows(path, kept)
         print(f"{num_measured} rows measured, {num_left} of them left out; {path} has the others")
         return 0
     winners, done = tune_ranges.tune_ranges(rows, device, **timing, compile_ahead=compile_ahead)
-    tables.write_rows(path, tune_ranges.merged(rows, winners, done))
+    measured_tiles.write_rows(path, tune_ranges.merged(rows, winners, done))
     faster = f"{len(winners)} of them have a tile 2% or more faster than the model's"
     print(f"{len(done)} ranges measured, {faster}; {path} has them")
     return 0

@@ -19,8 +19,8 @@ from torch.autograd import forward_ad
 
 from ..norm import route
 from ..norm.cache import repeated
+from ..norm.checked_forward import DIFFERENTIABLE
 from ..norm.checks import check_forward
-from ..norm.host import DIFFERENTIABLE
 from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.request import (
     BackwardOperands,

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..norm.request import ForwardOptions, ForwardRequest
-from ..norm.split_calls import SplitNorm
-from ..norm.split_rows import OfPart, Wanted
+from ..norm.split_rows import OfPart, SplitNorm, Wanted
 from . import formulas, row_statistics
 from .dtypes import name_of
 

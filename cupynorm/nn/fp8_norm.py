@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..gpu import arrays
-from ..norm.options import complete, launch_options
+from ..norm.options import launch_options, with_checked_options
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
 from . import amaxes, autocast, dtensor, fp8
@@ -141,7 +141,9 @@ class Fp8Norm(torch.nn.Module):
             launch=launch_options(None, None, None, self.sm_margin),
             **options,
         )
-        return normalize(complete(ForwardRequest(norm_operands, norm_options)), return_residual)
+        return normalize(
+            with_checked_options(ForwardRequest(norm_operands, norm_options)), return_residual
+        )
 
     def _scale_and_amax(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Proxy
 
 from ..norm.api import layer_norm, rms_norm
-from ..norm.functors import bound
+from ..norm.functors import bind_functors
 from ..norm.options import check_dropout_p, check_sm_margin, extents_of
 from ..norm.quantized_tensor import QuantizedTensor
 from ..plan.functors import BoundFunctor, Functor
@@ -102,7 +102,7 @@ class Norm(Fp8Norm):
                 "dropout_seed": dropout_seed,
                 "weight1": weight1,
                 "bias1": bias1,
-                "functors": None if load is None and store is None else bound(load, store),
+                "functors": None if load is None and store is None else bind_functors(load, store),
             }
             options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
             call = run_untraced(self._forward_in_fp8)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..norm import route
+from ..norm.checked_forward import SEED_LIMIT
 from ..norm.checks import check_forward
-from ..norm.options import complete
-from ..norm.prepared import SEED_LIMIT
+from ..norm.options import with_checked_options
 from ..norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -205,7 +205,7 @@ def forward_request(call: Any) -> ForwardRequest:
         Options(call.strategy, tile, call.statistics, call.sm_margin),
     )
     request = ForwardRequest(operands, options)
-    return complete(request) if call.has_fused_options else request
+    return with_checked_options(request) if call.has_fused_options else request
 
 
 def names_of(names: Iterable[str], wanted: Iterable[bool]) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Repeated:
         addresses = tuple(map(_address, tensors))
         if reduce(or_, addresses) & 15:
             return None
-        # Behind the tensors: what was given, the seed, None (Tensors.returns of norm/on_gpu.py).
+        # Behind the tensors: what was given, the seed, None (TensorOrder in norm/on_gpu.py).
         return self._results(self._run(tensors, addresses, None) + (operands[0], None, None))
 
 

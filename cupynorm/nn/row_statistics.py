@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..norm import split_rows
-from ..norm.split_calls import SplitNorm
-from ..norm.split_rows import OfPart, Wanted
+from ..norm.split_rows import OfPart, SplitNorm, Wanted
 from . import formulas
 from .dtypes import name_of
 from .formulas import arithmetic

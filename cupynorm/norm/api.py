@@ -1,6 +1,7 @@
 """layer_norm, rms_norm and their explicit forward: what users call. backward.py has the backward.
 
-Each function builds a request (request.py) and passes it to route.py.
+Each function builds a request (request.py) and passes it to route.py. docs/design.md, "One call",
+lists the steps from here to the launch.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from typing import Any
 
 from ..plan.functors import BoundFunctor, Functor
 from ..plan.problem import Tile
-from .functors import bound
+from .functors import bind_functors
 from .options import (
-    complete,
     default_extents,
     extents_of,
     launch_options,
     quantization,
+    with_checked_options,
 )
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
 from .results import Forward, FusedForward
@@ -180,8 +181,8 @@ def layer_norm(
     """
     functors = None
     if load is not None or store is not None:
-        functors = bound(load, store, return_residual, residual)
-    # The fields of ForwardOperands and ForwardOptions.
+        functors = bind_functors(load, store, return_residual, residual)
+    # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
         weight,
@@ -262,8 +263,8 @@ def rms_norm(
     """
     functors = None
     if load is not None or store is not None:
-        functors = bound(load, store, return_residual, residual)
-    # The fields of ForwardOperands and ForwardOptions.
+        functors = bind_functors(load, store, return_residual, residual)
+    # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
         weight,
@@ -352,7 +353,7 @@ def layer_norm_forward(
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
-    return explicit_forward(complete(ForwardRequest(operands, options)))
+    return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
 
 
 def rms_norm_forward(
@@ -408,4 +409,4 @@ def rms_norm_forward(
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
-    return explicit_forward(complete(ForwardRequest(operands, options)))
+    return explicit_forward(with_checked_options(ForwardRequest(operands, options)))

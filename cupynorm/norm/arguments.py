@@ -5,7 +5,7 @@ word of a struct has 8 bytes. A word is a constant of the plan, or the address o
 comes with each run (Address).
 
 The same calls run on a GPU (cupynorm.norm.prepared) and on the CPU (cupynorm.check).
-matrix_calls.py and split_calls.py have those of other kernels.
+quantize.py, reduce_matrix.py and split_rows.py have those of other kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..plan.problem import Layout, Problem, sums_dx
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .request import BackwardOptions, ForwardOptions
 
-Tensors = Mapping[str, Rows]  # by name; an absent tensor has no entry
+RowsByName = Mapping[str, Rows]  # by name; an absent tensor has no entry
 
 
 class Address(NamedTuple):
@@ -54,7 +54,8 @@ class Arguments:
         """order: names of the tensors of a run. Any other tensor is absent: its address is 0."""
         indices = {name: index for index, name in enumerate(order)}
         words = [word for argument in arguments for word in argument]
-        sums = [word for word in words if _has_offset(word) and word.tensor in indices]
+        addresses = [word for word in words if isinstance(word, Address)]
+        sums = [word for word in addresses if word.offset and word.tensor in indices]
         self.sums = [(indices[word.tensor], word.offset) for word in sums]
         constants = [word for word in words if not isinstance(word, (Address, Seed))]
         self.constants = (0, *constants)
@@ -86,10 +87,6 @@ class Arguments:
         return words
 
 
-def _has_offset(word: object) -> bool:
-    return isinstance(word, Address) and word.offset != 0
-
-
 class Call(NamedTuple):
     """A planned call: its kernels in order, and the words of each kernel's argument."""
 
@@ -110,17 +107,17 @@ class Call(NamedTuple):
         return [pick(words) for pick in arguments.picks]
 
 
-def layout_of(num_cols: int, tensors: Tensors) -> Layout:
+def layout_of(num_cols: int, tensors: RowsByName) -> Layout:
     """What all tensors that a kernel reads or writes allow."""
     return Layout.of(num_cols, [each.layout() for each in tensors.values()])
 
 
-def dtype_of(tensors: Tensors, name: str) -> str | None:
+def dtype_of(tensors: RowsByName, name: str) -> str | None:
     return tensors[name].dtype if name in tensors else None
 
 
-def row_words(tensors: Tensors, name: str, turned: bool = False) -> tuple[Address, int]:
-    """Address and row stride, as struct members; turned: from the last row back to the first."""
+def row_words(tensors: RowsByName, name: str, turned: bool = False) -> tuple[Address, int]:
+    """Address and row stride, as struct members. turned: to go from the last row to the first."""
     if name not in tensors:
         return Address(name), 0
     rows = tensors[name]
@@ -180,7 +177,7 @@ def _with_functors(problem: Problem, functors: PlacedFunctors, **sources: str | 
 
 
 def forward_problem(
-    tensors: Tensors, options: ForwardOptions, functors: PlacedFunctors = NO_FUNCTORS
+    tensors: RowsByName, options: ForwardOptions, functors: PlacedFunctors = NO_FUNCTORS
 ) -> Problem:
     """The problem of a forward: its tensors and what is fused with the norm.
 
@@ -229,7 +226,7 @@ def forward_problem(
 
 def forward_call(
     device: Device,
-    tensors: Tensors,
+    tensors: RowsByName,
     options: ForwardOptions,
     kind: str,
     functors: PlacedFunctors = NO_FUNCTORS,
@@ -257,7 +254,7 @@ def forward_call(
 
 
 def _forward_words(
-    tensors: Tensors,
+    tensors: RowsByName,
     problem: Problem,
     options: ForwardOptions,
     plan: Plan,
@@ -300,7 +297,7 @@ def _forward_words(
 
 
 def backward_problem(
-    tensors: Tensors,
+    tensors: RowsByName,
     options: BackwardOptions,
     compute: str,
     functors: PlacedFunctors = NO_FUNCTORS,
@@ -349,7 +346,7 @@ def backward_problem(
 
 def backward_call(
     device: Device,
-    tensors: Tensors,
+    tensors: RowsByName,
     options: BackwardOptions,
     compute: str,
     functors: PlacedFunctors = NO_FUNCTORS,
@@ -362,36 +359,17 @@ def backward_call(
     in_one = "backward_few.cu" in sources
     sums_up = "backward_parameters.cu" in sources
     sums_dy_itself = sums_up and not plan.num_partials
-    smallest = DTYPES[x.dtype].half_ulp if options.x_is_y else None
-    x_words = [*row_words(tensors, "x")]
-    if smallest is not None:  # struct LoadXHat instead of struct Load
-        x_words += [Address("y_weight"), Address("y_bias"), smallest]
-    if problem.load and problem.load.source:  # struct FunctorLoad
-        x_words = [*_functor_words(functors.load, "load", problem), *x_words]
-    through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
-
-    def dy_words(backward: bool) -> Words:
-        """struct Load, LoadBoth or DyThroughStore; backward: whether it writes the gradients of
-        arrays."""
-        row = [*row_words(tensors, "dy"), *(row_words(tensors, "dy1") if problem.dy1 else ())]
-        if functors.store is None:
-            return row
-        of_store = _functor_words(functors.store, "store", problem, backward=True)
-        num_arrays = len(functors.store.arrays)
-        if num_arrays and not backward:
-            of_store[-num_arrays:] = [0] * num_arrays
-        return [*x_words, *row, *through, *of_store]
-
+    x_words = _x_words(tensors, problem, functors.load)
     arguments = []
     if len(sources) > sums_up:
-        read = [*x_words, *dy_words(backward=True)]
+        read = [*x_words, *_dy_words(tensors, problem, functors.store, x_words)]
         words = _backward_words(tensors, problem, options, plan, read, functors.load)
         if in_one:  # struct BackwardFew
             words += [Address("dweight"), Address("dbias"), plan.launches[0].num_row_blocks]
         arguments.append(words)
     if sums_dy_itself:
         statistics = [Address("mean"), Address("rstd"), Address("dweight"), Address("dbias")]
-        read = [*x_words, *dy_words(backward=False)]
+        read = [*x_words, *_dy_words(tensors, problem, functors.store, x_words, writes=False)]
         arguments.append([*read, *statistics, x.num_rows, x.num_cols])
     elif sums_up:
         *partials, of_dx = _partial_words(problem, plan)
@@ -412,6 +390,36 @@ def backward_call(
     return Call(plan.launches, tuple(arguments), plan, partials_shape, can_write_over_dy)
 
 
+def _x_words(tensors: RowsByName, problem: Problem, load: PlacedFunctor | None) -> Words:
+    """struct Load; LoadXHat where x is y; FunctorLoad around them. load: forward's functor."""
+    words = [*row_words(tensors, "x")]
+    if problem.y:
+        words += [Address("y_weight"), Address("y_bias"), DTYPES[problem.y].half_ulp]
+    if problem.load and problem.load.source:
+        words = [*_functor_words(load, "load", problem), *words]
+    return words
+
+
+def _dy_words(
+    tensors: RowsByName,
+    problem: Problem,
+    store: PlacedFunctor | None,
+    x_words: Words,
+    *,
+    writes: bool = True,
+) -> Words:
+    """struct Load, LoadBoth or DyThroughStore. store: forward's functor. writes: whether the
+    gradients of its arrays are written."""
+    row = [*row_words(tensors, "dy"), *(row_words(tensors, "dy1") if problem.dy1 else ())]
+    if store is None:
+        return row
+    of_store = _functor_words(store, "store", problem, backward=True)
+    if store.arrays and not writes:
+        of_store[-len(store.arrays) :] = [0] * len(store.arrays)
+    through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
+    return [*x_words, *row, *through, *of_store]
+
+
 def _partial_words(problem: Problem, plan: Plan) -> list:
     """Addresses of the partial sums of dweight, dbias and dx; 0 where not wanted."""
     size = plan.num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
@@ -423,7 +431,7 @@ def _partial_words(problem: Problem, plan: Plan) -> list:
 
 
 def _backward_words(
-    tensors: Tensors,
+    tensors: RowsByName,
     problem: Problem,
     options: BackwardOptions,
     plan: Plan,

@@ -8,9 +8,8 @@ forwards: dict[tuple, Any] = {}
 backwards: dict[tuple, Any] = {}
 repeated: dict[tuple, Any] = {}  # of torch's tensors, the last forward of each kind
 matrices: dict[tuple, Any] = {}  # quantisations, reductions, updates of scales
-_MOST = (
-    4096  # then all are dropped: a program with new shapes in each call must not fill the memory
-)
+# Then all are dropped: a program with new shapes in each call must not fill the memory.
+_MOST = 4096
 
 
 def keep(prepared: dict, key: tuple | None, value: object) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from functools import partial
 
 import numpy as np
 
 from ..dtypes import DTYPES, FLOAT8S, compute_dtype
 from ..gpu import arrays
-from .functors import check as check_functors
+from ..plan.functors import Functors
+from .functors import check_shape
 from .options import check_gradients, dtype_name
 from .request import (
     Array,
@@ -21,10 +21,11 @@ from .request import (
     BackwardOptions,
     BackwardRequest,
     ForwardOperands,
+    ForwardOptions,
     ForwardRequest,
     SecondGradient,
 )
-from .results import GRADIENTS, Backward, FusedBackward
+from .results import GRADIENTS
 
 
 def share_an_address(scale: Array | None, amax: Array | None) -> bool:
@@ -45,13 +46,15 @@ def _scalar(array: Array | None, name: str, x: Array) -> Array | None:
             "expected one element of float32"
         )
     check_same_place(array, x, name, "input")
-    _check_constant(array, name, "it is a constant here, so expected")
+    _check_constant(array, name)
     return array
 
 
-def _check_constant(array: Array | None, name: str, words: str) -> None:
+def _check_constant(array: Array | None, name: str) -> None:
     if getattr(array, "requires_grad", False):
-        raise ValueError(f"{name} requires a gradient; {words} {name}.detach()")
+        raise ValueError(
+            f"{name} requires a gradient; it is a constant here, so expected {name}.detach()"
+        )
 
 
 # Arrays.
@@ -88,12 +91,20 @@ def take_like(
     return array
 
 
-def _take_array(array: Array, name: str, *, x: Array) -> Array:
-    """An array of a functor, of any shape."""
-    array = arrays.take(array, name)
-    check_dtype(array, name)
-    check_same_place(array, x, name, "input")
-    return array
+def _take_functors(
+    functors: Functors | None, x: Array, extents: tuple[int, ...]
+) -> Functors | None:
+    """The functors with their arrays converted."""
+    if functors is None:
+        return None
+    converted = []
+    for name, array in zip(functors.names(), functors.arrays()):
+        array = arrays.take(array, name)
+        check_dtype(array, name)
+        check_same_place(array, x, name, "input")
+        check_shape(tuple(array.shape), tuple(x.shape), len(extents), name)
+        converted.append(array)
+    return functors.with_arrays(converted)
 
 
 def check_eps(eps: object, dtype: str, has_default: bool) -> float:
@@ -182,75 +193,75 @@ def _check_seed(seed: object, x: Array) -> object:
 def check_forward(request: ForwardRequest) -> ForwardRequest:
     """The request with its arrays converted, eps a float, and the dtypes of y and of the sum by
     name. Reads no address: a tensor may have no memory."""
-    operands_given, options = request
-    x = arrays.take(operands_given.input, "input")
+    given, options = request
+    x = arrays.take(given.input, "input")
     dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
     _check_extents(shape, extents, "input")
+    leading = shape[: len(shape) - len(extents)]
     parameters = {
-        name: take_like(getattr(operands_given, name), x, extents, name, "input")
+        name: take_like(getattr(given, name), x, extents, name, "input")
         for name in ("weight", "bias", "weight1", "bias1")
     }
     sum_dtype = options.residual_dtype or dtype
     eps = check_eps(options.eps, sum_dtype, has_default=not options.centered)
-    quantization = options.quantization
     y_dtype = dtype
-    if quantization is not None:
-        y_dtype = quantization.dtype
+    if options.quantization is not None:
+        y_dtype = options.quantization.dtype
     elif options.out_dtype is not None:
         y_dtype = dtype_name(options.out_dtype, "out_dtype", also=FLOAT8S)
-    residual = take_like(operands_given.residual, x, shape, "residual", "input")
+    residual = take_like(given.residual, x, shape, "residual", "input")
     if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
         expected = f"the input's, {dtype}"
         if options.residual_dtype is not None:
             expected = f"the input's or residual_dtype, {dtype} or {sum_dtype}"
         raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
-    leading = shape[: len(shape) - len(extents)]
-    row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "input")
-    _check_constant(row_scale, "row_scale", "it is a constant here, so expected")
-    seed = _check_seed(operands_given.dropout_seed, x)
-    has_second = operands_given.weight1 is not None or operands_given.bias1 is not None
-    if quantization is not None and (has_second or options.memory_efficient):
-        name = "memory_efficient" if options.memory_efficient else "a second weight or bias"
+    row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
+    _check_constant(row_scale, "row_scale")
+    operands = given._replace(
+        input=x,
+        residual=residual,
+        row_scale=row_scale,
+        dropout_seed=_check_seed(given.dropout_seed, x),
+        scale=_scalar(given.scale, "scale", x),
+        amax=_scalar(given.amax, "amax", x),
+        functors=_take_functors(given.functors, x, extents),
+        **parameters,
+    )
+    if share_an_address(operands.scale, operands.amax):
         raise ValueError(
-            f"{name} was given with out_dtype {quantization.dtype}; expected only one of them"
+            "amax is scale's own memory, which the kernel reads; expected an array of its own"
         )
+    options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
+    _check_combinations(operands, options)
+    return ForwardRequest(operands, options)
+
+
+def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> None:
+    """Raises ValueError or TypeError for options that exclude each other."""
+    quantization, has_functors = options.quantization, operands.functors is not None
+    has_second = operands.weight1 is not None or operands.bias1 is not None
+    for name, is_given in (
+        ("a second weight or bias", has_second),
+        ("memory_efficient", options.memory_efficient),
+    ):
+        if is_given and quantization is not None:
+            raise ValueError(
+                f"{name} was given with out_dtype {quantization.dtype}; expected only one of them"
+            )
+    for name, is_given in (
+        ("an 8-bit out_dtype", quantization is not None),
+        ("weight1 or bias1", has_second),
+        ("memory_efficient", options.memory_efficient),
+        ("round_x_hat", options.round_x_hat),
+    ):
+        if is_given and has_functors:
+            raise ValueError(f"{name} was given with load or store; expected only one of them")
+    y_dtype, sum_dtype = options.out_dtype, options.residual_dtype
     if options.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
         raise TypeError(
             f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; "
             "expected both float64, or neither"
         )
-    scale, amax = (_scalar(getattr(operands_given, name), name, x) for name in ("scale", "amax"))
-    if share_an_address(scale, amax):
-        raise ValueError(
-            "amax is scale's own memory, which the kernel reads; expected an array of its own"
-        )
-    functors = None
-    if operands_given.functors is not None:
-        functors = check_functors(
-            operands_given.functors,
-            x,
-            extents,
-            partial(_take_array, x=x),
-            {
-                "an 8-bit out_dtype": quantization is not None,
-                "weight1 or bias1": has_second,
-                "memory_efficient": options.memory_efficient,
-                "round_x_hat": options.round_x_hat,
-            },
-        )
-    operands = ForwardOperands(
-        input=x,
-        residual=residual,
-        out=operands_given.out,
-        row_scale=row_scale,
-        dropout_seed=seed,
-        scale=scale,
-        amax=amax,
-        functors=functors,
-        **parameters,
-    )
-    options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
-    return ForwardRequest(operands, options)
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:
@@ -258,24 +269,21 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
 
     The dtypes of gradients that are not wanted are None.
     """
-    operands_given, options = request
+    given, options = request
     extents = options.extents
-    x = arrays.take(operands_given.x, "x")
+    x = arrays.take(given.x, "x")
     dtype, shape = check_dtype(x, "x"), tuple(x.shape)
     _check_extents(shape, extents, "x")
     leading = shape[: len(shape) - len(extents)]
-    dy = take_like(operands_given.dy, x, shape, "dy", "x")
+    dy = take_like(given.dy, x, shape, "dy", "x")
     if dy is None:
         raise TypeError("dy is None; expected the gradient of y")
-    dsum = take_like(operands_given.dsum, x, shape, "dsum", "x")
-    weight = take_like(operands_given.weight, x, extents, "weight", "x")
+    dsum = take_like(given.dsum, x, shape, "dsum", "x")
+    weight = take_like(given.weight, x, extents, "weight", "x")
     reads_mean = options.centered and not options.x_is_y
-    mean = _take_statistic(operands_given.mean, x, leading, "mean") if reads_mean else None
-    rstd = _take_statistic(operands_given.rstd, x, leading, "rstd")
-    functors = operands_given.functors
-    has_functors = functors is not None
-    plain = not (_asks_for_more(options) or operands_given.row_scale is not None or has_functors)
-    check_gradients(options.gradients, Backward._fields if plain else FusedBackward._fields)
+    mean = _take_statistic(given.mean, x, leading, "mean") if reads_mean else None
+    rstd = _take_statistic(given.rstd, x, leading, "rstd")
+    check_gradients(options.gradients)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
     for name, default in zip(GRADIENTS, (dtype, of_weight, of_weight, dtype)):
@@ -283,23 +291,32 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         if own_dtype is not None:
             default = dtype_name(own_dtype, f"{name}_dtype")
         dtypes[f"{name}_dtype"] = default if name in options.gradients else None
-    y_weight = y_bias = bias = None
+    y_weight = y_bias = bias = input = None
     if options.x_is_y:
-        y_weight = take_like(operands_given.y_weight, x, extents, "weight", "x")
-        y_bias = take_like(operands_given.y_bias, x, extents, "bias", "x")
-    raw = None
-    if has_functors:
-        raw = take_like(operands_given.input, x, shape, "input", "x")
-        functors = check_functors(functors, x, extents, partial(_take_array, x=x))
-    if options.recompute or has_functors:
-        bias = take_like(operands_given.bias, x, extents, "bias", "x")
-    if options.dropout_p > 0 and operands_given.dropout_seed is None:
+        y_weight = take_like(given.y_weight, x, extents, "weight", "x")
+        y_bias = take_like(given.y_bias, x, extents, "bias", "x")
+    functors = _take_functors(given.functors, x, extents)
+    if functors is not None:
+        input = take_like(given.input, x, shape, "input", "x")
+    if options.recompute or functors is not None:
+        bias = take_like(given.bias, x, extents, "bias", "x")
+    if options.dropout_p > 0 and given.dropout_seed is None:
         raise TypeError("dropout_seed is None; expected the seed that the forward returned")
-    row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "x")
-    seed = _check_seed(operands_given.dropout_seed, x)
     operands = BackwardOperands(
-        *(dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, functors),
-        take_like(operands_given.dy1, x, shape, "dy1", "x"),
+        dy,
+        x,
+        mean,
+        rstd,
+        weight,
+        dsum,
+        bias,
+        row_scale=take_like(given.row_scale, x, leading, "row_scale", "x"),
+        dropout_seed=_check_seed(given.dropout_seed, x),
+        y_weight=y_weight,
+        y_bias=y_bias,
+        input=input,
+        functors=functors,
+        dy1=take_like(given.dy1, x, shape, "dy1", "x"),
     )
     return BackwardRequest(operands, options._replace(**dtypes))
 
@@ -314,18 +331,6 @@ def check_second(
     dy = take_like(second.dy, x, tuple(x.shape), "dy1", "x")
     return second._replace(
         dy=dy, weight=take_like(second.weight, x, options.extents, "weight1", "x")
-    )
-
-
-def _asks_for_more(options: BackwardOptions) -> bool:
-    """Whether a backward uses options that only a forward with fused options has."""
-    return (
-        options.x_is_y
-        or options.recompute
-        or options.dropout_p > 0
-        or options.dx_dtype is not None
-        or options.dresidual_dtype is not None
-        or "dresidual" in options.gradients
     )
 
 

@@ -5,8 +5,7 @@ cupynorm/plan/functors.py has the functors themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..dtypes import compute_dtype
@@ -57,11 +56,20 @@ class PlacedFunctors(NamedTuple):
     load: PlacedFunctor | None = None
     store: PlacedFunctor | None = None
 
+    def gradients(self) -> dict[str, str | None]:
+        """The dtype of the gradient of each array, as "store.dgate"; None if it is not wanted."""
+        return {
+            f"{role}.d{name}": dtype
+            for role, each in zip(self._fields, self)
+            if each is not None
+            for name, dtype in zip(each.functor.arrays, each.gradients)
+        }
+
 
 NO_FUNCTORS = PlacedFunctors()
 
 
-def bound(
+def bind_functors(
     load: object, store: object, return_residual: bool = False, residual: object = None
 ) -> Functors:
     """load and store of a call as BoundFunctors. A functor that reads nothing needs no call."""
@@ -94,30 +102,10 @@ def key_of(functors: Functors, layout_key: Callable[[Any], object]) -> tuple:
 # Checks.
 
 
-def check(
-    functors: Functors,
-    x: Array,
-    extents: tuple[int, ...],
-    take: Callable[[Any, str], Any],
-    others: Mapping[str, bool] = MappingProxyType({}),
-) -> Functors:
-    """The functors with their arrays converted.
-
-    take(array, name): the array, its dtype and place checked. others: whether the call has options
-    that functors do not go with.
-    """
-    for name, is_given in others.items():
-        if is_given:
-            raise ValueError(f"{name} was given with load or store; expected only one of them")
-    converted = [take(array, name) for name, array in zip(functors.names(), functors.arrays())]
-    for name, array in zip(functors.names(), converted):
-        _check_shape(tuple(array.shape), tuple(x.shape), len(extents), name)
-    return functors.with_arrays(converted)
-
-
-def _check_shape(
+def check_shape(
     array_shape: tuple[int, ...], shape: tuple[int, ...], num_dims: int, name: str
 ) -> None:
+    """Raises ValueError unless kernels can read an array as one that is broadcast to this shape."""
     padded = (1,) * (len(shape) - len(array_shape)) + array_shape
     split = len(shape) - num_dims
     fits = len(padded) == len(shape)

@@ -2,110 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import itemgetter
-from typing import Any
-
 import numpy as np
 
+from .. import reference
 from ..dtypes import DTYPES, compute_dtype, decode, encode
 from ..gpu import arrays
-from ..plan.functors import BoundFunctor
+from ..reference.layer_norm import affine
+from . import host_functors
+from .checked_forward import CheckedForward, draw_seed
 from .functors import summed
-from .quantized_tensor import on_host
-from .request import (
-    Array,
-    BackwardOperands,
-    BackwardOptions,
-    BackwardRequest,
-    ForwardOperands,
-    ForwardRequest,
-    is_plain,
-    makes_sum,
-)
+from .quantized_tensor import quantize_on_host
+from .request import Array, BackwardOperands, BackwardRequest, ForwardOperands, ForwardRequest
 from .results import FusedForward, Gradients
-
-# The operands of a forward that have gradients.
-DIFFERENTIABLE = ("input", "weight", "bias", "residual", "weight1", "bias1")
-
-
-class CheckedForward:
-    """A forward that is checked, and what its gradients depend on besides arrays.
-
-    backward: the options of its backward, which selects its own gradients. backwards: backwards
-    that autograd prepared.
-    """
-
-    def __init__(self, request: ForwardRequest) -> None:
-        operands, options = request
-        self.options = options
-        self.dtype = arrays.dtype_name(operands.input)
-        self.makes_sum = makes_sum(request, self.dtype)
-        self.has_second = operands.weight1 is not None or operands.bias1 is not None
-        self.bias1_dtype = _dtype_name(operands.bias1)
-        of_input = _dtype_name(operands.residual)
-        self.is_plain = is_plain(
-            request._replace(
-                options=options._replace(
-                    residual_dtype=None
-                    if options.residual_dtype == self.dtype
-                    else options.residual_dtype
-                )
-            )
-        )
-        self.backward = BackwardOptions(
-            options.centered,
-            options.extents,
-            bool(options.zero_centered_weight),
-            dx_dtype=None if self.is_plain else self.dtype,
-            dbias_dtype=_dtype_name(operands.bias),
-            dresidual_dtype=None if self.is_plain else of_input,
-            dropout_p=options.dropout_p,
-            x_is_y=options.memory_efficient,
-            # A tile belongs to one kernel; a strategy is meant for both directions.
-            launch=options.launch._replace(tile=None),
-        )
-        self.backwards: dict[tuple, object] = {}
-        # What autograd records.
-        self.differentiable = tuple(
-            name for name in DIFFERENTIABLE if getattr(operands, name) is not None
-        )
-        places = [operands._fields.index(name) for name in self.differentiable]
-        self.read_differentiable = (
-            itemgetter(*places) if len(places) > 1 else lambda operands: (operands[0],)
-        )
-        # From gradients in the order of DIFFERENTIABLE, and None.
-        places = [DIFFERENTIABLE.index(name) for name in self.differentiable]
-        self.pick_gradients = itemgetter(-1, *places)
-        # From a FusedForward, what autograd returns: y, or a tuple where there is more.
-        outputs = ["y", *["y1"] * self.has_second, *["sum"] * self.makes_sum]
-        self.pick_outputs = itemgetter(*map(FusedForward._fields.index, outputs))
-
-    def split_outputs(self, outputs: Any) -> tuple:
-        """(y, y1, sum) of what pick_outputs picked, or of the gradients of that."""
-        if not self.makes_sum and not self.has_second:
-            return (outputs[0] if outputs.__class__ is tuple else outputs), None, None
-        if not self.has_second:
-            return outputs[0], None, outputs[1]
-        return outputs[0], outputs[1], outputs[2] if self.makes_sum else None
-
-
-def _dtype_name(array: Array | None) -> str | None:
-    return None if array is None else arrays.dtype_name(array)
-
-
-def _apply(bound: BoundFunctor, role: str, values: np.ndarray, shape: tuple) -> np.ndarray:
-    from .host_functors import apply  # not before it is needed: it imports what compiles
-
-    return apply(bound, role, values, shape)
-
-
-def _through(
-    bound: BoundFunctor, role: str, values: np.ndarray, upstream: np.ndarray, shape: tuple
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    from .host_functors import gradients
-
-    return gradients(bound, role, values, upstream, shape)
 
 
 def _vector(array: Array | None) -> np.ndarray | None:
@@ -115,8 +23,6 @@ def _vector(array: Array | None) -> np.ndarray | None:
 def _scaled(
     matrix: np.ndarray, row_scale: Array | None, dropout_p: float, seed: object
 ) -> np.ndarray:
-    from .. import reference
-
     seed = int(seed.item()) if hasattr(seed, "item") else seed or 0
     return reference.scaled(matrix, _vector(row_scale), dropout_p, seed)
 
@@ -124,29 +30,28 @@ def _scaled(
 class HostForward(CheckedForward):
     """The sum by the reference, rounded once, and the norm of that."""
 
-    def __init__(self, request: ForwardRequest, draw_seed: Callable[[Array], Array]) -> None:
+    def __init__(self, request: ForwardRequest) -> None:
         super().__init__(request)
         x, extents = request.operands.input, self.options.extents
         self.shape = tuple(x.shape)
         self.leading = self.shape[: len(self.shape) - len(extents)]
         self.matrix_shape = arrays.product(self.leading), arrays.product(extents)
-        self.draw_seed = draw_seed
 
     def run(self, operands: ForwardOperands) -> FusedForward:
         options, seed = self.options, operands.dropout_seed
         if seed is None and options.dropout_p > 0:
-            seed = self.draw_seed(operands.input)
+            seed = draw_seed(operands.input)
         added = self._sum(operands, seed)
         x = arrays.to_float64(added).reshape(self.matrix_shape)
         load, store = operands.functors or (None, None)
         if load is not None and not self.makes_sum:
-            x = _apply(load, "load", x, self.shape)
+            x = host_functors.apply(load, "load", x, self.shape)
         y64, mean, rstd = self._norm(x, operands.weight, operands.bias)
         if store is not None:
-            y64 = _apply(store, "store", y64, self.shape)
+            y64 = host_functors.apply(store, "store", y64, self.shape)
         y64 = y64.reshape(self.shape)
         if options.quantization is not None:
-            y = on_host(options.quantization, operands, y64, options.extents)
+            y = quantize_on_host(options.quantization, operands, y64, options.extents)
         else:
             y = arrays.from_float64(y64, options.out_dtype, operands.input)
             if operands.out is not None:
@@ -170,7 +75,7 @@ class HostForward(CheckedForward):
             return operands.input
         values = arrays.to_float64(operands.input).reshape(self.matrix_shape)
         if operands.functors is not None and operands.functors.load is not None:
-            values = _apply(operands.functors.load, "load", values, self.shape)
+            values = host_functors.apply(operands.functors.load, "load", values, self.shape)
         values = _scaled(values, operands.row_scale, self.options.dropout_p, seed)
         values = values.reshape(self.shape)
         if operands.residual is not None:
@@ -181,8 +86,6 @@ class HostForward(CheckedForward):
         self, x: np.ndarray, weight: Array | None, bias: Array | None
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """y, mean and rstd in float64, of the leading shape where that is theirs."""
-        from .. import reference
-
         options = self.options
         if x.shape[1] == 0:
             nan = np.full(self.leading, np.nan)
@@ -219,11 +122,11 @@ class HostBackward:
         x, mean = operands.x, operands.mean
         x64, mean64 = self._matrix(x), _vector(mean)
         if options.x_is_y:
-            x64, mean64 = self._row_of(operands)
+            x64, mean64 = self._x_from_y(operands)
         load, store = operands.functors or (None, None)
         raw64, of_load, of_store = x64, [], []
         if load is not None and operands.input is None:
-            x64 = _apply(load, "load", raw64, self.shape)
+            x64 = host_functors.apply(load, "load", raw64, self.shape)
         elif load is not None:
             raw64 = self._matrix(operands.input)
         dy64 = self._matrix(operands.dy)
@@ -231,13 +134,13 @@ class HostBackward:
             dy64 = dy64 + self._matrix(operands.dy1)
         if store is not None:
             y64 = self._y(operands, x64, mean64)
-            dy64, of_store = _through(store, "store", y64, dy64, self.shape)
+            dy64, of_store = host_functors.gradients(store, "store", y64, dy64, self.shape)
         total, dweight, dbias = self._gradients(operands, dy64, x64, mean64)
         dx = dresidual = y = None
         if options.dx_dtype:
             scaled = _scaled(total, operands.row_scale, options.dropout_p, operands.dropout_seed)
             if load is not None:
-                scaled, of_load = _through(load, "load", raw64, scaled, self.shape)
+                scaled, of_load = host_functors.gradients(load, "load", raw64, scaled, self.shape)
             dx = arrays.from_float64(scaled.reshape(self.shape), options.dx_dtype, x)
         if options.dresidual_dtype:
             values = total.reshape(self.shape)
@@ -271,8 +174,6 @@ class HostBackward:
     def _gradients(
         self, operands: BackwardOperands, dy: np.ndarray, x: np.ndarray, mean: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        from .. import reference
-
         options = self.options
         if self.matrix_shape[1] == 0:
             return np.empty(self.matrix_shape), np.empty(0), np.empty(0)
@@ -291,18 +192,14 @@ class HostBackward:
 
     def _y(self, operands: BackwardOperands, x: np.ndarray, mean: np.ndarray | None) -> np.ndarray:
         """y from mean and rstd as they were rounded."""
-        from ..reference.layer_norm import affine
-
         rstd = _vector(operands.rstd).reshape(-1, 1)
         zero_centered = bool(self.options.zero_centered_weight)
         with np.errstate(all="ignore"):
             x_hat = (x if mean is None else x - mean.reshape(-1, 1)) * rstd
             return affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
 
-    def _row_of(self, operands: BackwardOperands) -> tuple[np.ndarray, np.ndarray]:
-        """Rows with the x_hat of y, which is operands.x, and with rstd; and their mean, 0."""
-        from .. import reference
-
+    def _x_from_y(self, operands: BackwardOperands) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of mean 0 whose x_hat is that of y, which operands.x is; and the means."""
         y, rstd = operands.x, _vector(operands.rstd)
         x_hat = reference.x_hat_of(
             self._matrix(y),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-from ..gpu import arrays, launch, on_cpu
+from ..gpu import arrays, launch
 from ..plan.functors import BoundFunctor, Functor, Fused, struct_text
 
 _FLOAT64 = "float64"
@@ -14,7 +15,9 @@ _THREADS = 32
 
 
 @cache
-def _kernel(functor: Functor, role: str, backward: bool) -> on_cpu.CpuKernel:
+def _kernel(functor: Functor, role: str, backward: bool) -> Any:
+    from ..gpu import on_cpu  # not before a functor is used: it imports what compiles
+
     count = len(functor.arrays)
     fused = Fused(functor, (_FLOAT64,) * count, ("elements",) * count)
     if backward:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from ..plan.functors import Functors
 from .arguments import Call
-from .functors import PlacedFunctors, place_all, summed
+from .functors import PlacedFunctors, place_all
 from .request import Array
 
 
@@ -34,32 +35,22 @@ def parameter_of(array: Array) -> tuple[Rows, bool]:
     return Rows(0 if copied else view.pointer, 1, num_cols, num_cols, view.dtype), copied
 
 
+Layouts = Mapping[str, tuple[Rows, bool]]  # by name what rows_of or parameter_of gives
+
+
 def layouts_of(
     operands: Any, names: Sequence[str], names_of_rows: Collection[str], num_dims: int
-) -> tuple[dict[str, Rows], list[bool]]:
-    """By name the layout of each operand, and whether each is copied in each run.
-
-    names_of_rows: those whose last num_dims dimensions are normalised; the others are one row.
-    """
-    layouts, copied = {}, []
-    for name in names:
-        array = getattr(operands, name)
-        is_rows = name in names_of_rows
-        layouts[name], copies = rows_of(array, num_dims) if is_rows else parameter_of(array)
-        copied.append(copies)
-    return layouts, copied
+) -> Layouts:
+    """names_of_rows: whose last num_dims dimensions are normalised; other arrays are one row."""
+    return {
+        name: rows_of(array, num_dims) if name in names_of_rows else parameter_of(array)
+        for name, array in ((name, getattr(operands, name)) for name in names)
+    }
 
 
-def allocator(library: Any, shape: tuple[int, ...], dtype: str | None) -> Callable[[], Any]:
-    """Makes new arrays on the current device, or None where there is no dtype."""
-    return library.allocator(shape, library.dtype(dtype)) if dtype else lambda: None
-
-
-def in_dtype(array: Array, dtype: Any) -> Array:
-    """dtype: of the array's library."""
-    if array.dtype == dtype:
-        return array
-    return array.to(dtype) if arrays.is_torch(array) else array.astype(dtype)
+def allocator(library: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+    """Makes new arrays on the current device."""
+    return library.allocator(shape, library.dtype(dtype))
 
 
 def fill(some: Iterable[Array | None], value: float) -> None:
@@ -70,17 +61,24 @@ def fill(some: Iterable[Array | None], value: float) -> None:
 
 
 class OnGpu:
-    """The arrays that a kernel reads, in order, and its launches."""
+    """The arrays that a kernel reads, in order, and its launches.
 
-    def __init__(self, like: Array, names: list[str], fields: tuple[str, ...]) -> None:
-        """names: of the operands that are read, out of fields."""
-        self.device_index = arrays.view(like).device
-        self.library = arrays.library(like)(self.device_index)
+    copies: whether a run copies each array; empty if it copies none.
+    """
+
+    def __init__(
+        self, x: Array, fields: tuple[str, ...], names: list[str], layouts: Layouts
+    ) -> None:
+        """names: of the operands that are read, out of fields. layouts: of those that may need a
+        copy."""
+        self.device_index = arrays.view(x).device
+        self.library = arrays.library(x)(self.device_index)
         indices = [fields.index(name) for name in names]
         if len(indices) > 1:
             self.read = itemgetter(*indices)
         else:
             self.read = lambda operands: (operands[indices[0]],)
+        self._copied = [name in layouts and layouts[name][1] for name in names]
         self.copies: tuple[bool, ...] = ()
         self.steps: list[tuple[Any, Callable[[tuple], tuple]]] = []
 
@@ -89,53 +87,21 @@ class OnGpu:
         functors: Functors | None,
         x: Array,
         num_dims: int,
-        copied: list[bool],
         wanted: tuple[str, ...] = (),
     ) -> PlacedFunctors:
-        """Adds the arrays of functors to what is read, and sets `copies`.
-
-        copied: whether each of the other arrays is a copy that each run makes.
-        """
-        placed, copies = place_all(functors, x, num_dims, wanted)
+        """Adds the arrays of functors to what is read."""
+        placed, copied = place_all(functors, x, num_dims, wanted)
+        self._copied += copied
         if functors is not None:
             read = self.read
             self.read = lambda operands: read(operands) + operands.functors.arrays()
-        copied = (*copied, *copies)
-        self.copies = copied if any(copied) else ()
         return placed
-
-    @staticmethod
-    def functor_gradients(
-        functors: Functors | None, placed: PlacedFunctors, shape: tuple[int, ...]
-    ) -> dict[str, tuple[tuple[int, ...], str | None]]:
-        """Shape and dtype of each gradient of a functor's array, before it is summed."""
-        gradients = {}
-        for role, each in zip(placed._fields, placed):
-            if each is not None:
-                for name, dtype in zip(each.functor.arrays, each.gradients):
-                    gradients[f"{role}.d{name}"] = (shape, dtype)
-        return gradients
-
-    def place_gradients(
-        self, functors: Functors | None, wanted: tuple[str, ...], order: Tensors
-    ) -> None:
-        """Remembers where a run has the gradients of the functors' arrays."""
-        self.of_functors = [
-            (order.place(name.replace(".", ".d", 1)), tuple(array.shape), array.dtype)
-            for name, array in (zip(functors.names(), functors.arrays()) if functors else ())
-            if name in wanted
-        ]
-
-    def summed(self, tensors: tuple) -> tuple:
-        """The gradients of the functors' arrays, in their shapes and dtypes."""
-        return tuple(
-            in_dtype(summed(tensors[at], shape), dtype) for at, shape, dtype in self.of_functors
-        )
 
     def compile(self, call: Call, order: list[str]) -> None:
         """order: names of the tensors in the order in which a run has their addresses."""
         self.num_tensors = len(order)
         self.arguments = call.arguments_of(order)
+        self.copies = tuple(self._copied) if any(self._copied) else ()
         kernels = [launch.load(each, self.device_index) for each in call.launches]
         self.steps = [*zip(kernels, self.arguments.picks)]
 
@@ -168,7 +134,7 @@ class OnGpu:
             kernel.enqueue(stream, pick(words))
 
 
-class Tensors:
+class TensorOrder:
     """The tensors of a run as one tuple: what is read, then what is made.
 
     The tuple holds no None, and what is returned is picked by one itemgetter, because this runs in
@@ -176,18 +142,13 @@ class Tensors:
     """
 
     def __init__(self, read: list[str], makers: Mapping[str, Callable[[], Any]]) -> None:
-        """read: names in the order of the tuple. makers: of each new tensor."""
+        """read: names in the order of the tuple. makers: of each new tensor. make: calls them."""
         self.names = [*read, *makers]
-        self._makers = tuple(makers.values())
-
-    @property
-    def make(self) -> Callable[[], tuple]:
-        """Allocates what is made."""
-        makers = self._makers
-        if len(makers) == 1:
-            (new,) = makers
-            return lambda: (new(),)
-        return lambda: tuple([new() for new in makers])  # faster than of a generator
+        news = tuple(makers.values())
+        self.make: Callable[[], tuple] = lambda: tuple([new() for new in news])
+        if len(news) == 1:
+            (only,) = news
+            self.make = lambda: (only(),)
 
     def returns(self, *names: str | None) -> Callable[[tuple], tuple]:
         """Picks tensors by name from (*tensors, given, seed, None), None where there is none.
@@ -199,3 +160,55 @@ class Tensors:
 
     def place(self, name: str) -> int:
         return self.names.index(name)
+
+
+class PreparedMatrixCall(OnGpu):
+    """A planned and compiled call that reads its operands and returns new arrays.
+
+    Norms have more: prepared.py.
+    """
+
+    def __init__(
+        self,
+        operands: Any,
+        layouts: Layouts,
+        outputs: Mapping[str, tuple[tuple[int, ...], str | None]],
+        call: Call | None,
+        *,
+        zeroed: bool = False,
+    ) -> None:
+        """operands: a NamedTuple with x; None for what is absent.
+
+        outputs: shapes and dtypes; None for what is not wanted. zeroed: outputs are 0 before the
+        launch. call: None if there is nothing to compute: outputs stay 0.
+        """
+        names = [name for name, array in operands._asdict().items() if array is not None]
+        super().__init__(operands.x, operands._fields, names, layouts)
+        makers = {name: allocator(self.library, *each) for name, each in outputs.items() if each[1]}
+        if call is not None and call.partials_shape:
+            compute = compute_dtype(layouts["x"][0].dtype).name
+            makers["partials"] = allocator(self.library, call.partials_shape, compute)
+        order = TensorOrder(names, makers)
+        self.make = order.make
+        self.results = order.returns(*outputs)
+        self.zeroed = zeroed or call is None
+        if call is not None:
+            self.compile(call, order.names)
+
+    def run(self, operands: tuple) -> Any:
+        """The outputs in their order, None for one that is not wanted. One alone is no tuple."""
+        library = self.library
+        former = library.exchange_device(self.device_index)
+        try:
+            read = self.read(operands)
+            if self.copies:
+                read = self.contiguous(read)
+            tensors = read + (made := self.make())
+            if self.zeroed:
+                fill(made, 0)
+            if self.steps:
+                self.enqueue(tuple(map(library.address, tensors)), None)
+            return self.results(tensors + (None, None, None))
+        finally:
+            if former != self.device_index:
+                library.exchange_device(former)

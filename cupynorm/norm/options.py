@@ -16,7 +16,7 @@ from .request import DEFAULTS, Array, ForwardRequest, Margins, Options, Quantiza
 from .results import FusedBackward
 
 TILE_FIELDS = tuple(Tile.__annotations__)
-_FOUND = SCALINGS[1:]  # the scalings that need no scale from the caller
+_COMPUTED_SCALINGS = SCALINGS[1:]  # those that need no scale from the caller
 
 
 def launch_options(
@@ -104,7 +104,7 @@ def dropout_seed_of(seed: object, p: float) -> object:
     return seed
 
 
-def complete(request: ForwardRequest) -> ForwardRequest:
+def with_checked_options(request: ForwardRequest) -> ForwardRequest:
     """The request with its options checked as far as they need no other argument."""
     operands, options = request
     # type(): old compilers do not know the __class__ of a float.
@@ -184,7 +184,7 @@ def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
     if text not in DTYPES:
         try:
             text = np.dtype(dtype).name
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):
             pass
     if text not in DTYPES:
         expected = ", ".join((*DTYPES, *also))
@@ -192,49 +192,49 @@ def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
     return text
 
 
-def gradient_names(gradients: object) -> str | tuple[str, ...]:
-    """gradients as a tuple, which can be a key. A str stays one: check_gradients refuses it."""
-    if isinstance(gradients, (str, tuple)):
+def gradient_names(gradients: object) -> tuple[str, ...]:
+    """gradients as a tuple, which can be a key; check_gradients checks the names in it."""
+    if isinstance(gradients, tuple):
         return gradients
+    expected = ", ".join(FusedBackward._fields)
+    if isinstance(gradients, str):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {expected}, in a tuple")
     try:
         names = tuple(gradients)
         hash(names)
     except TypeError:
-        expected = ", ".join(FusedBackward._fields)
         raise TypeError(f"gradients is {gradients!r}; expected some of {expected}") from None
     return names
 
 
-def check_gradients(gradients: object, names: Sequence[str]) -> None:
-    """Raises ValueError unless gradients are some of these names."""
-    if isinstance(gradients, str) or any(name not in names for name in gradients):
+def check_gradients(gradients: tuple[str, ...]) -> None:
+    """Raises ValueError unless gradients are names of gradients."""
+    names = FusedBackward._fields
+    if any(name not in names for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
 
 
 # 8-bit outputs.
 
 
-def is_float8(dtype: object) -> bool:
-    """Whether an out_dtype is an 8-bit float, by name or as torch's or ml_dtypes' dtype."""
+def _float8_name(dtype: object) -> str | None:
+    """The name of an 8-bit float, given by name or as torch's or ml_dtypes' dtype; else None."""
     # The first test keeps ordinary calls short, and torch.compile can follow it.
     if dtype is None or (dtype.__class__ is str and dtype in DTYPES):
-        return False
-    return float8_name(dtype) in FLOAT8S
-
-
-def float8_name(dtype: object) -> str:
-    """The name of a dtype of torch or ml_dtypes; a str is returned unchanged."""
+        return None
     name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if name in FLOAT8S or isinstance(dtype, str):
-        return name
-    return getattr(dtype, "__name__", name)
+    for each in (name, getattr(dtype, "__name__", None)):
+        if each in FLOAT8S:
+            return each
+    return None
 
 
 def quantization(
     out_dtype: object, scale: object, amax: object, power_of_two: object, transpose: object
 ) -> Quantization | None:
     """The options of an 8-bit y; None for a y of another dtype."""
-    if not is_float8(out_dtype):
+    float8 = _float8_name(out_dtype)
+    if float8 is None:
         if scale is None and amax is None and power_of_two is False and transpose is False:
             return None
         options = {"scale": scale, "amax": amax}
@@ -248,8 +248,8 @@ def quantization(
         )
     scaling = "given"
     if isinstance(scale, str):
-        if scale not in _FOUND:
-            names = ", ".join(map(repr, _FOUND))
+        if scale not in _COMPUTED_SCALINGS:
+            names = ", ".join(map(repr, _COMPUTED_SCALINGS))
             raise ValueError(
                 f"scale is {scale!r}; expected {names}, an array of one float32, or None"
             )
@@ -277,4 +277,4 @@ def quantization(
             f"transpose was given with scale {scaling!r}; expected one scale for the whole tensor, "
             "which both copies share"
         )
-    return Quantization(float8_name(out_dtype), scaling, bool(power_of_two), bool(transpose))
+    return Quantization(float8, scaling, bool(power_of_two), bool(transpose))

@@ -9,7 +9,7 @@ from ..command_line import Commands, number
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import widest
-from ..plan.problem import SCALINGS, Problem
+from ..plan.problem import SCALINGS
 from ..plan.strategies import STRATEGIES
 from .plans import plan
 
@@ -48,76 +48,32 @@ def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> 
     """Prints plans or the table of strategies. Raises ValueError for options that do not fit."""
     if not arguments.table and arguments.num_cols is None:
         raise ValueError("plan has no number of columns; expected one, or --table")
-    check_options(arguments)
     device = device_of(arguments.device, current)
     if arguments.table:
         print(strategy_table(device))
         return 0
-    check_device(arguments, device)
-    direction = arguments.direction
-    if direction is None:
-        direction = "forward" if arguments.out_dtype in FLOAT8S else "both"
-    plans = []
-    for each in DIRECTIONS if direction == "both" else (direction,):
-        options = {
-            "norm": arguments.norm,
-            "direction": each,
-            "device": device,
-            "out_dtype": arguments.out_dtype,
-            "scale": arguments.scale,
-            "amax": arguments.amax,
-            "residual": arguments.residual,
-            "bias_dtype": "same" if arguments.norm == "layer_norm" else None,
-        }
-        shape = arguments.num_cols, arguments.rows, arguments.dtype
-        check_width(arguments.strategy, plan(*shape, **options).problem, device)
-        options |= {"strategy": arguments.strategy, "sm_margin": arguments.sm_margin}
-        plans.append(plan(*shape, **options))
+    is_quantized = arguments.out_dtype in FLOAT8S
+    direction = arguments.direction or ("forward" if is_quantized else "both")
+    plans = [
+        plan(
+            arguments.num_cols,
+            arguments.rows,
+            arguments.dtype,
+            norm=arguments.norm,
+            direction=each,
+            device=device,
+            bias_dtype="same" if arguments.norm == "layer_norm" else None,
+            out_dtype=arguments.out_dtype,
+            scale=arguments.scale,
+            amax=arguments.amax,
+            residual=arguments.residual,
+            strategy=arguments.strategy,
+            sm_margin=arguments.sm_margin,
+        )
+        for each in (DIRECTIONS if direction == "both" else (direction,))
+    ]
     print("\n\n".join(map(str, plans)))
     return 0
-
-
-def check_options(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for options that exclude each other, in the words of the command line."""
-    is_quantized = arguments.out_dtype in FLOAT8S
-    formats = " or ".join(FLOAT8S)
-    for option in ("scale", "amax"):
-        if getattr(arguments, option) and not is_quantized:
-            raise ValueError(
-                f"--{option} is given for a y of 16 or more bits; expected --out-dtype {formats}"
-            )
-    if arguments.amax and arguments.scale not in (None, "given"):
-        raise ValueError(f"--amax is given with --scale {arguments.scale}; expected --scale given")
-    if is_quantized and arguments.direction not in (None, "forward"):
-        raise ValueError(
-            f"--direction is {arguments.direction} and --out-dtype {arguments.out_dtype}; "
-            "expected --direction forward, because no gradient has 8 bits"
-        )
-
-
-def check_device(arguments: argparse.Namespace, device: Device) -> None:
-    """Raises ValueError for what a device cannot run, in the words of the command line."""
-    if arguments.sm_margin >= device.num_sms:
-        raise ValueError(
-            f"--sm-margin is {arguments.sm_margin}; expected at most "
-            f"{device.num_sms - 1} of the {device.num_sms} multiprocessors of {device.name}"
-        )
-    row = STRATEGIES.get(arguments.strategy)
-    if row and device.compute_capability < row.first_capability:
-        raise ValueError(
-            f"--strategy {row.name} needs compute capability {row.first_capability / 10:.1f} or "
-            f"later; {device.name} has {device.compute_capability / 10:.1f}"
-        )
-
-
-def check_width(strategy: str | None, problem: Problem, device: Device) -> None:
-    """Raises ValueError for a row too wide for a strategy, in the words of the command line."""
-    most = widest(strategy, problem, device) if strategy else None
-    if most is not None and problem.num_cols > most:
-        raise ValueError(
-            f"--strategy {strategy} takes at most {most} columns of {problem.x} on {device.name} "
-            f"({problem.direction}); the row has {problem.num_cols}"
-        )
 
 
 def device_of(name: str | None, current: Callable[[], Device | None]) -> Device:

@@ -68,6 +68,11 @@ def plan(
     weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
     y = out_dtype or dtype
     is_quantized = direction == "forward" and y in list(FLOAT8S)
+    if direction == "backward" and y in list(FLOAT8S):
+        raise ValueError(
+            f"out_dtype is {y!r} and direction 'backward'; expected 'forward', because no gradient "
+            "has 8 bits"
+        )
     dtypes = {"dtype": dtype, "out_dtype": dtype if is_quantized else y}
     parameters = {"weight_dtype": weight, "bias_dtype": bias}
     dtypes |= {name: given for name, given in parameters.items() if given is not None}

@@ -7,20 +7,18 @@ equal, share one prepared call. It is found by one dictionary lookup.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ..dtypes import compute_dtype
-from ..gpu import arrays, launch, nvrtc
+from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from ..plan.dispatch import choose
 from ..plan.problem import Layout, Problem, sums_dx
 from . import host
 from .arguments import backward_call, forward_call
 from .cache import backwards, forwards, keep
+from .checked_forward import CheckedForward, draw_seed, dtype_or_none
 from .checks import (
     check_backward,
     check_forward,
@@ -28,10 +26,10 @@ from .checks import (
     check_overlap,
     share_an_address,
 )
-from .functors import PlacedFunctors, key_of
-from .on_gpu import OnGpu, Tensors, allocator, fill, layouts_of, parameter_of, rows_of
+from .functors import PlacedFunctors, key_of, summed
+from .on_gpu import OnGpu, TensorOrder, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
-from .quantized_tensor import result, scale_shape
+from .quantized_tensor import as_quantized_tensor, scale_shape
 from .request import (
     Array,
     BackwardOperands,
@@ -47,23 +45,9 @@ FOR_STATISTICS = "statistics"  # y, mean and rstd
 FOR_GRADIENTS = "gradients"  # the same, where autograd records the call
 FOR_STATISTICS_ALONE = "statistics alone"
 
-# A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
-SEED_LIMIT = 2**62
-
-
-def draw_seed(x: Array) -> Array:
-    """An int64 array of one element where x is, drawn by x's library there without a sync."""
-    if arrays.is_torch(x):
-        torch = sys.modules["torch"]
-        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
-    if isinstance(x, np.ndarray):
-        return np.random.randint(0, SEED_LIMIT, 1, np.int64)
-    return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
-
-
 # Forward.
 
-_READ_FORWARD = ("weight", "bias", "row_scale", "weight1", "bias1")  # besides rows
+_READ_FORWARD = ("input", "weight", "bias", "row_scale", "weight1", "bias1", "residual")
 
 
 def prepare_forward(
@@ -120,7 +104,7 @@ def prepare_forward(
                 )
             _check_backward_strategy(checked)
         if arrays.on_host(operands.input):
-            prepared = host.HostForward(checked, draw_seed)
+            prepared = host.HostForward(checked)
         else:
             prepared = PreparedForward(checked, purpose)
             keep(forwards, key, prepared)
@@ -148,9 +132,6 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
         return
     num_cols = arrays.product(options.extents)
 
-    def dtype_of(array: Array | None) -> str | None:
-        return None if array is None else arrays.dtype_name(array)
-
     y_dtype = options.residual_dtype if options.quantization else options.out_dtype
     problem = Problem(
         "backward",
@@ -158,18 +139,18 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
         num_cols,
         options.residual_dtype,
         dy=y_dtype,
-        dx=dtype_of(x),
-        weight=dtype_of(operands.weight),
-        dweight=dtype_of(operands.weight),
-        dbias=dtype_of(operands.bias),
+        dx=dtype_or_none(x),
+        weight=dtype_or_none(operands.weight),
+        dweight=dtype_or_none(operands.weight),
+        dbias=dtype_or_none(operands.bias),
         layout=Layout.of_new_arrays(num_cols),
-        row_scale=dtype_of(operands.row_scale),
+        row_scale=dtype_or_none(operands.row_scale),
         dropout=options.dropout_p > 0,
     )
     choose(problem, launch.device(arrays.view(x).device), options.launch.strategy)
 
 
-class PreparedForward(host.CheckedForward, OnGpu):
+class PreparedForward(CheckedForward, OnGpu):
     """A forward that is planned and compiled.
 
     records: whether autograd records it. draws_seed: whether each run draws a dropout seed.
@@ -181,7 +162,7 @@ class PreparedForward(host.CheckedForward, OnGpu):
         """purpose: what is wanted, one of FOR_Y, FOR_STATISTICS, FOR_GRADIENTS and
         FOR_STATISTICS_ALONE."""
         operands, options = request
-        host.CheckedForward.__init__(self, request)
+        CheckedForward.__init__(self, request)
         self.records = purpose is FOR_GRADIENTS
         self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
         read, tensors, functors = self._place_inputs(operands)
@@ -206,7 +187,7 @@ class PreparedForward(host.CheckedForward, OnGpu):
         self.plan = call.plan
         self.num_rows, self.num_cols = tensors["x"].num_rows, tensors["x"].num_cols
         makers = self._makers(shape, written, wants_statistics, len(call.launches))
-        order = Tensors(read, makers)
+        order = TensorOrder(read, makers)
         self.make = order.make
         added = "sum" if self.makes_sum else "given"
         self.results = order.returns("y", "mean", "rstd", added, "y1", "seed")
@@ -219,23 +200,19 @@ class PreparedForward(host.CheckedForward, OnGpu):
     ) -> tuple[list[str], dict[str, Rows], PlacedFunctors]:
         """What a run reads: the names in order, the layouts of rows and parameters, functors."""
         num_dims = len(self.options.extents)
-        names = ["input", *(name for name in _READ_FORWARD if getattr(operands, name) is not None)]
-        names += ["residual"] * (operands.residual is not None)
-        layouts, copied = layouts_of(operands, names, ("input", "residual"), num_dims)
+        names = [name for name in _READ_FORWARD if getattr(operands, name) is not None]
+        layouts = layouts_of(operands, names, ("input", "residual"), num_dims)
         # Single numbers, and out, which is written in place: never copied.
         drops = self.options.dropout_p > 0
-        in_place = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
-        in_place += [
-            name for name in ("scale", "amax", "out") if getattr(operands, name) is not None
-        ]
-        names += in_place
-        OnGpu.__init__(self, operands.input, names, ForwardOperands._fields)
-        copied += [False for _ in in_place]
-        functors = self.read_functors(operands.functors, operands.input, num_dims, copied)
+        names += ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
+        not_copied = ("scale", "amax", "out")
+        names += [name for name in not_copied if getattr(operands, name) is not None]
+        OnGpu.__init__(self, operands.input, ForwardOperands._fields, names, layouts)
+        functors = self.read_functors(operands.functors, operands.input, num_dims)
         if operands.functors is not None:
             names += operands.functors.names()
         in_kernel = {"input": "x", "out": "y"}
-        tensors = {in_kernel.get(name, name): rows for name, rows in layouts.items()}
+        tensors = {in_kernel.get(name, name): rows for name, (rows, _) in layouts.items()}
         return [in_kernel.get(name, name) for name in names], tensors, functors
 
     def _makers(
@@ -303,16 +280,15 @@ class PreparedForward(host.CheckedForward, OnGpu):
             matrix = data.reshape(self.num_rows, self.num_cols)
             dtype = quantization.dtype
             transposed = quantize(matrix, dtype, wants_data=False, transpose=True).transposed
-        return result(quantization, data, scale_inv, transposed, operands.input, self.num_cols)
-
-
-def _is_int(seed: object) -> bool:
-    return isinstance(seed, int)
+        return as_quantized_tensor(
+            quantization, data, scale_inv, transposed, operands.input, self.num_cols
+        )
 
 
 # Backward.
 
-_READ_BACKWARD = ("weight", "dsum", "bias", "row_scale", "y_weight", "y_bias", "input", "dy1")
+_READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "row_scale")
+_READ_BACKWARD += ("y_weight", "y_bias", "input", "dy1")
 
 
 def _backward_key(request: BackwardRequest) -> tuple:
@@ -367,17 +343,17 @@ class PreparedBackward(OnGpu):
 
     def __init__(self, request: BackwardRequest) -> None:
         operands, options = request
-        first, second = self._choose_dtypes(request)
+        dx_dtype, dresidual_dtype = self._choose_dtypes(request)
         drops = self.is_scaled and options.dropout_p > 0
-        read, tensors, functors = self._place_inputs(request, adds=bool(first), drops=drops)
+        read, tensors, functors = self._place_inputs(request, adds=bool(dx_dtype), drops=drops)
         shape, extents = tuple(operands.x.shape), options.extents
         outputs = {
-            "dx": (shape, first),
+            "dx": (shape, dx_dtype),
             "dweight": (extents, options.dweight_dtype),
             "dbias": (extents, options.dbias_dtype),
-            "dresidual": (shape, second),
+            "dresidual": (shape, dresidual_dtype),
             "y": (shape, tensors["dy"].dtype if options.recompute else None),
-            "dx_sum": (extents, options.dx_sum_dtype if first and not self.is_scaled else None),
+            "dx_sum": (extents, options.dx_sum_dtype if dx_dtype and not self.is_scaled else None),
         }
         for name, (own_shape, dtype) in outputs.items():
             if dtype:  # a new array is aligned
@@ -393,7 +369,7 @@ class PreparedBackward(OnGpu):
         self.plan = call.plan
         if not sums_dx(call.plan.problem, call.plan.tile):
             del outputs["dx_sum"]
-        outputs |= self.functor_gradients(operands.functors, functors, shape)
+        outputs |= {name: (shape, dtype) for name, dtype in functors.gradients().items()}
         self.overwrites_dy = options.overwrite_dy and call.can_write_over_dy
         wants_any = any(dtype for _, dtype in outputs.values())
         if call.partials_shape:
@@ -403,18 +379,24 @@ class PreparedBackward(OnGpu):
             for name, each in outputs.items()
             if each[1] and not (name == "dx" and self.overwrites_dy)
         }
-        order = Tensors(read, makers)
+        order = TensorOrder(read, makers)
         self.make = order.make
         if wants_any:
             # The gradient is written in the place of dy, which is the first that is read.
             self.compile(call, [*order.names, *["dx"] * self.overwrites_dy])
         dx = "dy" if self.overwrites_dy else "dx"
-        dresidual = dx if self.is_both else "dresidual"
-        if self.is_residual:
+        dresidual = dx if self.dresidual_is_dx else "dresidual"
+        if self.wants_only_dresidual:
             dx, dresidual = None, dx
         names = (dx, "dweight", "dbias", dresidual, "y", *["dx_sum"] * bool(options.dx_sum_dtype))
         self.results = order.returns(*names)
-        self.place_gradients(operands.functors, options.functor_gradients, order)
+        # Where a run has the gradients of the functors' arrays, before they are summed.
+        own = operands.functors
+        self.of_functors = [
+            (order.place(name.replace(".", ".d", 1)), tuple(array.shape), array.dtype)
+            for name, array in (zip(own.names(), own.arrays()) if own else ())
+            if name in options.functor_gradients
+        ]
 
     def _choose_dtypes(self, request: BackwardRequest) -> tuple[str | None, str | None]:
         """The dtypes of the kernel's dx and dresidual; None for what it does not write.
@@ -427,11 +409,13 @@ class PreparedBackward(OnGpu):
         has_load = operands.functors is not None and operands.functors.load is not None
         has_factor = operands.row_scale is not None or options.dropout_p > 0
         self.is_scaled = dx is not None and (has_factor or has_load)
-        self.is_both = None not in (dx, dresidual) and not self.is_scaled and dx == dresidual
-        self.is_residual = dx is None
-        if self.is_residual:
+        self.dresidual_is_dx = (
+            None not in (dx, dresidual) and not self.is_scaled and dx == dresidual
+        )
+        self.wants_only_dresidual = dx is None
+        if self.wants_only_dresidual:
             return dresidual, None
-        return dx, None if self.is_both else dresidual
+        return dx, None if self.dresidual_is_dx else dresidual
 
     def _place_inputs(
         self, request: BackwardRequest, *, adds: bool, drops: bool
@@ -441,21 +425,18 @@ class PreparedBackward(OnGpu):
         num_dims = len(options.extents)
         absent = set() if self.is_scaled else {"row_scale", "dropout_seed"}
         absent |= set() if adds else {"dsum"}
-        names = ["dy", "x", *["mean"] * (operands.mean is not None), "rstd"]
-        names += [
+        names = [
             name
             for name in _READ_BACKWARD
             if getattr(operands, name) is not None and name not in absent
         ]
-        tensors, copied = layouts_of(operands, names, ("dy", "dy1", "x", "dsum", "input"), num_dims)
-        for name in ("mean", "rstd"):
-            tensors.pop(name, None)
-        in_place = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
-        names += in_place
-        OnGpu.__init__(self, operands.x, names, BackwardOperands._fields)
-        copied += [False for _ in in_place]
+        layouts = layouts_of(operands, names, ("dy", "dy1", "x", "dsum", "input"), num_dims)
+        statistics = "mean", "rstd"  # not what decides a plan
+        tensors = {name: rows for name, (rows, _) in layouts.items() if name not in statistics}
+        names += ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
+        OnGpu.__init__(self, operands.x, BackwardOperands._fields, names, layouts)
         wanted = options.functor_gradients
-        functors = self.read_functors(operands.functors, operands.x, num_dims, copied, wanted)
+        functors = self.read_functors(operands.functors, operands.x, num_dims, wanted)
         if operands.functors is not None:
             names += operands.functors.names()
         return names, tensors, functors
@@ -463,7 +444,8 @@ class PreparedBackward(OnGpu):
     def run(self, operands: BackwardOperands) -> tuple:
         """Allocates and launches; returns the fields of Gradients.
 
-        operands: like those for which it was prepared.
+        With dx_sum_dtype the sum of dx, or None, is behind y. operands: like those for which it was
+        prepared.
         """
         library = self.library
         former = library.exchange_device(self.device_index)
@@ -480,7 +462,18 @@ class PreparedBackward(OnGpu):
                 self.enqueue(addresses, operands.dropout_seed)
             else:  # no rows or no columns: sums of nothing
                 fill(results[1:3] + results[5:], 0.0)
-            return (*results, self.summed(tensors)) if self.of_functors else results
+            if self.of_functors:
+                results += (self._summed(tensors),)
+            return results
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
+
+    def _summed(self, tensors: tuple) -> tuple:
+        """The gradients of the functors' arrays, in their shapes and dtypes."""
+        gradients = []
+        for at, shape, dtype in self.of_functors:
+            gradient = summed(tensors[at], shape)
+            is_torch = arrays.is_torch(gradient)
+            gradients.append(gradient.to(dtype) if is_torch else gradient.astype(dtype, copy=False))
+        return tuple(gradients)

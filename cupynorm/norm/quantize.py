@@ -6,12 +6,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
-from ..plan.matrices import update_scales_launch
+from ..plan.matrices import quantize_launch, update_scales_launch
+from .arguments import (
+    Address,
+    Call,
+    RowsByName,
+    Words,
+    dtype_of,
+    layout_of,
+    row_words,
+    scale_rule_words,
+)
 from .cache import keep, matrices
-from .matrix_calls import QuantizeOptions, quantize_call
-from .on_gpu import OnGpu, allocator, fill, parameter_of, rows_of
+from .on_gpu import PreparedMatrixCall, fill, parameter_of, rows_of
 from .request import Array
 
 
@@ -52,27 +60,33 @@ def quantize(
 ) -> QuantizedMatrix:
     """A matrix on a GPU in 8-bit floats, read once; one of 8-bit floats is only transposed.
 
-    x: [num_rows, num_cols]. dtype: the 8-bit one by name. scale: one float32, None: 1.
+    x: [num_rows, num_cols]; the device of a CuPy array is the current one. dtype: the 8-bit one by
+    name. scale: one float32, None: 1.
     amax: one float32, raised to the largest |x|. of_norm: quantise that norm's y of x.
     sums: the dtype of sums of x over rows, which are computed in float32 (float64 for float64), in
     a fixed order, and rounded once.
     rule: (smallest_amax, power_of_two): the scale is that of amax, x's own, which is read.
     """
-    is_scaled = arrays.dtype_name(x) not in (dtype, "uint8")
-    layout_key = arrays.library(x).layout_key
+    library = arrays.library(x)
     of_key, centered, zero_centered = None, None, False
+    norm: tuple[Array | None, ...] = (None,) * 4
     if of_norm is not None:
         centered, zero_centered = of_norm.centered, of_norm.zero_centered
-        of_key = layout_key(of_norm.weight), layout_key(of_norm.bias), centered, zero_centered
-    key = (layout_key(x), dtype, of_key, wants_data, transpose, sums, rule)
+        norm = of_norm.weight, of_norm.bias, of_norm.mean, of_norm.rstd
+        layouts = library.layout_key(of_norm.weight), library.layout_key(of_norm.bias)
+        of_key = *layouts, centered, zero_centered
+    operands = _Operands(x, *norm, scale, amax)
+    key = (library.layout_key(x), dtype, of_key, wants_data, transpose, sums, rule)
+    key += scale is None, amax is None
     prepared = matrices.get(key)
     if prepared is None:
         options = QuantizeOptions(dtype, centered, zero_centered, sums, rule)
-        prepared = _PreparedQuantize(x, of_norm, options, is_scaled)
-        prepared.make_allocators(wants_data, transpose)
+        prepared = _prepare(operands, options, wants_data, transpose)
         keep(matrices, key, prepared)
-    norm = (None,) * 4 if of_norm is None else (of_norm.weight, of_norm.bias, *of_norm[4:])
-    return prepared.run(_Operands(x, *norm, scale, amax))
+    quantized = QuantizedMatrix(*prepared.run(operands))
+    if not prepared.steps:
+        fill((quantized.scale_inv,), 1.0 if scale is None else 1.0 / scale)
+    return quantized
 
 
 class _Operands(NamedTuple):
@@ -85,61 +99,80 @@ class _Operands(NamedTuple):
     amax: Array | None
 
 
-class _PreparedQuantize(OnGpu):
-    """A quantisation that is planned and compiled."""
+def _prepare(
+    operands: _Operands, options: QuantizeOptions, wants_data: bool, transpose: bool
+) -> PreparedMatrixCall:
+    x, dtype = operands.x, options.dtype
+    rows, copied = rows_of(x, 1)
+    is_scaled = rows.dtype not in (dtype, "uint8")
+    if not is_scaled:
+        rows = rows._replace(dtype=dtype)
+    layouts = {"x": (rows, copied)}
+    for name in ("weight", "bias"):
+        if (array := getattr(operands, name)) is not None:
+            layouts[name] = parameter_of(array)
+    outputs = {
+        "data": ((rows.num_rows, rows.num_cols), dtype if wants_data else None),
+        "scale_inv": ((1,), "float32" if is_scaled else None),
+        "transposed": ((rows.num_cols, rows.num_rows), dtype if transpose else None),
+        "sums": ((rows.num_cols,), options.sums),
+    }
+    call = None
+    if rows.num_rows and rows.num_cols:
+        call = quantize_call({name: each for name, (each, _) in layouts.items()}, options)
+    return PreparedMatrixCall(operands, layouts, outputs, call)
 
-    def __init__(
-        self, x: Array, of_norm: OfNorm | None, options: QuantizeOptions, is_scaled: bool
-    ) -> None:
-        rows, copy_x = rows_of(x, 1)
-        if not is_scaled:
-            rows = rows._replace(dtype=options.dtype)
-        super().__init__(x, list(_Operands._fields), _Operands._fields)
-        tensors, copied = {"x": rows}, [copy_x, False, False]
-        for at, name in enumerate(("weight", "bias"), 1):
-            array = getattr(of_norm, name, None)
-            if array is not None:
-                tensors[name], copied[at] = parameter_of(array)
-        self.copies = (*copied, *(False,) * 4) if any(copied) else ()
-        self.shape, self.dtype, self.is_scaled = (
-            (rows.num_rows, rows.num_cols),
-            options.dtype,
-            is_scaled,
-        )
-        call = quantize_call(tensors, options)
-        if rows.num_rows and rows.num_cols:
-            order = [*_Operands._fields, "data", "scale_inv", "transposed", "sums", "partials"]
-            self.compile(call, order)
-        self.new_sums = allocator(self.library, (rows.num_cols,), options.sums)
-        partials_dtype = compute_dtype(rows.dtype).name if options.sums else None
-        self.new_partials = allocator(self.library, call.partials_shape, partials_dtype)
 
-    def make_allocators(self, wants_data: bool, transpose: bool) -> None:
-        library, dtype = self.library, self.dtype
-        self.new_data = allocator(library, self.shape, dtype if wants_data else None)
-        self.new_transposed = allocator(library, self.shape[::-1], dtype if transpose else None)
-        self.new_scale_inv = allocator(library, (1,), "float32" if self.is_scaled else None)
+class QuantizeOptions(NamedTuple):
+    """How a matrix, or a norm's y of it, becomes 8-bit floats of a dtype.
 
-    def run(self, operands: _Operands) -> QuantizedMatrix:
-        library = self.library
-        former = library.exchange_device(self.device_index)
-        try:
-            inputs = self.contiguous(operands) if self.copies else operands
-            quantized = QuantizedMatrix(
-                self.new_data(), self.new_scale_inv(), self.new_transposed(), self.new_sums()
-            )
-            if self.steps:
-                tensors = (*inputs, *quantized, self.new_partials())
-                address = library.address
-                self.enqueue(tuple(0 if each is None else address(each) for each in tensors), None)
-            else:
-                scale = operands.scale
-                fill((quantized.scale_inv,), 1.0 if scale is None else 1.0 / scale)
-                fill((quantized.sums,), 0)
-            return quantized
-        finally:
-            if former != self.device_index:
-                library.exchange_device(former)
+    centered: None for the matrix itself, else whether its norm is layer_norm. sums: the dtype of
+    sums of x over rows, or None.
+    rule: (smallest_amax, power_of_two) where the scale comes from a known amax, None where it is
+    given.
+    """
+
+    dtype: str
+    centered: bool | None = None
+    zero_centered: bool = False
+    sums: str | None = None
+    rule: tuple[float, bool] | None = None
+
+
+def quantize_call(tensors: RowsByName, options: QuantizeOptions) -> Call:
+    """tensors: x, weight, bias. x of the 8-bit dtype itself is only transposed."""
+    x = tensors["x"]
+    launches = quantize_launch(
+        x.num_rows,
+        x.num_cols,
+        x.dtype,
+        options.dtype,
+        layout_of(x.num_cols, tensors).pack_limit,
+        centered=options.centered,
+        weight=dtype_of(tensors, "weight"),
+        bias=dtype_of(tensors, "bias"),
+        zero_centered=options.zero_centered,
+        sums=options.sums,
+        scaling="tensor" if options.rule else "given",
+    )
+    words = [*row_words(tensors, "x")]
+    if x.dtype != options.dtype:
+        rule = scale_rule_words(*(options.rule or (0.0, False)))
+        words += [Address("scale"), Address("scale_inv"), Address("amax"), *rule]
+    if options.centered is not None:
+        words += [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
+    words += [Address("data"), x.num_cols, Address("transposed"), x.num_rows, x.num_cols]
+    arguments, partials_shape = [[*words, Address("partials")]], None
+    if options.sums:
+        partials_shape = (-(-x.num_rows // 128), x.num_cols)  # one row for each 128 rows
+        arguments.append(sum_words(partials_shape))
+    return Call(launches, tuple(arguments), None, partials_shape)
+
+
+def sum_words(partials_shape: tuple[int, int]) -> Words:
+    """struct Parameters of backward_parameters.cu, of one kind of sums."""
+    num_cols = partials_shape[1]
+    return [0, Address("partials"), num_cols, 0, Address("sums"), *partials_shape]
 
 
 def update_scales(

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..gpu import arrays, nvrtc
 from ..plan.problem import ceil_div, cols_of_scale
+from ..reference import fp8
 from ..svg import COLORS, Picture
 from ..table import pairs_as_html
 from .options import dtype_name
@@ -53,9 +54,7 @@ class QuantizedTensor:
         block_rows: int | None = None,
         block_cols: int = 128,
         format: str | None = None,
-        carrier: Callable | None = None,
     ) -> None:
-        """carrier: of torch: passes the gradient of the values on to what was quantised."""
         for name, array in (("data", data), ("scale_inv", scale_inv)):
             if not hasattr(array, "dtype"):
                 raise TypeError(f"{name} is {arrays.type_in_words(array)}; expected an array")
@@ -63,11 +62,11 @@ class QuantizedTensor:
         self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
         self.block_rows, self.block_cols = block_rows, block_cols
         self.format = format or arrays.dtype_name(data)
-        self._carrier = carrier
+        self._pass_gradient: Callable | None = None
 
-    def attach(self, carrier: Callable) -> None:
-        """From now on the gradient of dequantize() goes where carrier passes it."""
-        self._carrier = carrier
+    def attach(self, pass_gradient: Callable) -> None:
+        """torch: pass_gradient(values) gives values whose gradient goes to what was quantised."""
+        self._pass_gradient = pass_gradient
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,7 +85,7 @@ class QuantizedTensor:
         if not arrays.is_torch(self.data):
             return _scaled(_values_of_bits(self), self).astype(arrays.CuPyLibrary.dtype(name))
         values = _scaled(self.data.float(), self).to(arrays.TorchLibrary.dtype(name))
-        return values if self._carrier is None else self._carrier(values)
+        return values if self._pass_gradient is None else self._pass_gradient(values)
 
     def without_values(self) -> Array:
         """A torch tensor as dequantize() gives it, but with one element in memory, of no meaning.
@@ -95,7 +94,7 @@ class QuantizedTensor:
         """
         dtype = arrays.TorchLibrary.dtype(dtype_name(self.dtype, "dtype"))
         tensor = self.data.new_empty(1, dtype=dtype).expand(self.shape)
-        return tensor if self._carrier is None else self._carrier(tensor)
+        return tensor if self._pass_gradient is None else self._pass_gradient(tensor)
 
     def __repr__(self) -> str:
         data = self.data.dtype if arrays.is_torch(self.data) else self.format
@@ -150,8 +149,6 @@ def histogram(counts: np.ndarray, format: str) -> tuple[Picture, list[tuple[str,
 
 
 def _values_of_bits(quantized: QuantizedTensor) -> Array:
-    from ..reference import fp8
-
     table = fp8.decode(np.arange(256, dtype=np.uint8), quantized.format).astype(np.float32)
     if isinstance(quantized.data, np.ndarray):
         return table[quantized.data]
@@ -193,12 +190,10 @@ def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
 # Arrays on the host.
 
 
-def on_host(
+def quantize_on_host(
     quantization: Quantization, operands: ForwardOperands, y: np.ndarray, extents: tuple[int, ...]
 ) -> QuantizedTensor:
     """y in float64 as 8-bit floats, by the reference, as arrays of the input's library."""
-    from ..reference import fp8
-
     like = operands.input
     num_cols, shape = arrays.product(extents), tuple(y.shape)
     leading = shape[: len(shape) - len(extents)]
@@ -217,7 +212,7 @@ def on_host(
     data = _of_library(data.reshape(shape), name, like)
     shape_of_scales = scale_shape(scaling, leading, num_cols)
     scale_inv = _of_library(scale_inv.reshape(shape_of_scales), None, like)
-    return result(quantization, data, scale_inv, transposed, like, num_cols)
+    return as_quantized_tensor(quantization, data, scale_inv, transposed, like, num_cols)
 
 
 def scale_shape(scaling: str, leading: tuple[int, ...], num_cols: int) -> tuple[int, ...]:
@@ -225,13 +220,11 @@ def scale_shape(scaling: str, leading: tuple[int, ...], num_cols: int) -> tuple[
     block_cols = cols_of_scale(scaling, num_cols)
     if block_cols is None:
         return (1,)
-    return (
-        *leading,
-        1 if scaling == "row" else ceil_div(num_cols, block_cols),
-    )  # a row without columns has its scale too
+    # A row without columns has its scale too.
+    return (*leading, 1 if scaling == "row" else ceil_div(num_cols, block_cols))
 
 
-def result(
+def as_quantized_tensor(
     quantization: Quantization,
     data: Array,
     scale_inv: Array,

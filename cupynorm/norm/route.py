@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..dtypes import compute_dtype
 from ..gpu import arrays
 from . import autograd_loader
-from .checks import check_gradients, check_second
-from .options import check_dropout_p, complete, dropout_seed_of
+from .checks import check_dtype, check_second
+from .options import check_dropout_p, check_gradients, dropout_seed_of, with_checked_options
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from .request import (
     Array,
@@ -23,7 +24,7 @@ from .request import (
 )
 from .results import Backward, Forward, FusedBackward, FusedForward, Gradients
 
-_OF_ONE = frozenset(Backward._fields)  # the gradients of a norm with one output
+_PLAIN_GRADIENTS = frozenset(Backward._fields)
 _autograd: Any = None  # set at the first tensor: an import statement takes a microsecond each time
 
 
@@ -59,7 +60,7 @@ def call(operands: tuple, options: tuple, return_residual: bool) -> Array | tupl
         if repeated is not None:
             return repeated if return_residual else repeated[0]
     request = ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options))
-    return normalize(complete(request), return_residual)
+    return normalize(with_checked_options(request), return_residual)
 
 
 def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[Array, ...]:
@@ -120,7 +121,7 @@ def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backw
         or options.dresidual_dtype is not None
         or second.dy is not None
         or second.weight is not None
-        or not _OF_ONE.issuperset(options.gradients)
+        or not _PLAIN_GRADIENTS.issuperset(options.gradients)
     )
     if is_fused:
         return backward_of_two(request, check_second(operands, options, second))
@@ -149,12 +150,11 @@ def backward_of_two(request: BackwardRequest, second: SecondGradient) -> FusedBa
     """
     operands, options = request
     gradients = options.gradients
-    asks_for_second = not isinstance(gradients, str) and {"dweight1", "dbias1"} & set(gradients)
-    if second.dy is None and not asks_for_second:
+    if second.dy is None and not {"dweight1", "dbias1"} & set(gradients):
         return FusedBackward(*backward(request)[:4], None, None)
     if second.dy is None:
         raise TypeError("dy1 is None; expected the gradient of y1")
-    check_gradients(gradients, FusedBackward._fields)
+    check_gradients(gradients)
     of_sum = tuple(name for name in gradients if name in ("dx", "dresidual"))
     of_first = tuple(name for name in ("dweight", "dbias") if name in gradients)
     of_second = tuple(name for name in ("dweight", "dbias") if f"{name}1" in gradients)
@@ -164,7 +164,8 @@ def backward_of_two(request: BackwardRequest, second: SecondGradient) -> FusedBa
         second_options = second_options._replace(gradients=of_sum + of_second)
         of_y = backward(BackwardRequest(second_operands, second_options))
         return FusedBackward(of_y.dx, None, None, of_y.dresidual, of_y.dweight, of_y.dbias)
-    wide = "float64" if arrays.on_host(operands.x) else arrays.dtype_name(operands.rstd)
+    x = arrays.take(operands.x, "x")
+    wide = "float64" if arrays.on_host(x) else compute_dtype(check_dtype(x, "x")).name
     second_options = second_options._replace(
         gradients=of_second + (("dx",) if of_sum else ()),
         dx_dtype=wide,

@@ -9,17 +9,48 @@ in cupynorm.reference.parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..dtypes import compute_dtype
+from ..dtypes import DTYPES, compute_dtype
 from ..gpu import arrays, launch
-from ..gpu.arrays import Rows
-from .arguments import Call
+from ..plan.devices import Device
+from ..plan.problem import ceil_div
+from ..plan.split_rows import (
+    Part,
+    gradients_launches,
+    normalize_launch,
+    statistics_launch,
+    sums_launch,
+)
+from .arguments import Address, Call, RowsByName, Words, dtype_of, layout_of, row_words
 from .cache import keep, matrices
-from .on_gpu import OnGpu, allocator, fill, parameter_of, rows_of
+from .on_gpu import PreparedMatrixCall, parameter_of, rows_of
 from .request import Array
-from .split_calls import SplitNorm, gradients_call, normalize_call, statistics_call, sums_call
+
+
+class SplitNorm(NamedTuple):
+    """The norm of rows of cols_of_row columns that num_ranks ranks share.
+
+    Rank r has columns [r * cols_of_rank, (r + 1) * cols_of_rank) of them: the last ranks may have
+    fewer, or none.
+    """
+
+    centered: bool
+    eps: float
+    zero_centered_weight: bool
+    cols_of_row: int
+    num_ranks: int
+
+    @property
+    def cols_of_rank(self) -> int:
+        return ceil_div(self.cols_of_row, self.num_ranks)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of columns of each rank."""
+        ends = [min(rank * self.cols_of_rank, self.cols_of_row) for rank in range(self.num_ranks)]
+        return [end - start for start, end in zip(ends, [*ends[1:], self.cols_of_row])]
 
 
 class OfPart(NamedTuple):
@@ -39,7 +70,7 @@ class OfPart(NamedTuple):
     sums: Array | None = None
 
 
-_ROWS, _PARAMETERS = ("x", "dy"), ("weight", "bias")
+_ARITHMETIC = "arithmetic"  # the dtype of the arithmetic on x
 
 
 def statistics_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
@@ -47,13 +78,7 @@ def statistics_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
 
     For RMSNorm the sums of squares, [1, num_rows]. In the dtype of the arithmetic.
     """
-
-    def make(read: Mapping[str, Rows], _: Mapping[str, Any]) -> Call:
-        return statistics_call(norm, read)
-
-    shapes = {"part": (3 if norm.centered else 1, len(of_part.x))}
-    (part,) = _prepared("part", of_part, norm, (), make, shapes).run(of_part)
-    return part
+    return _run(of_part, norm, (("part", _ARITHMETIC),), statistics_call)
 
 
 def normalize(of_part: OfPart, norm: SplitNorm, dtype: str) -> tuple[Array, Array]:
@@ -63,15 +88,11 @@ def normalize(of_part: OfPart, norm: SplitNorm, dtype: str) -> tuple[Array, Arra
     alone, [1, num_rows]. They come from parts, or, without parts, are those that were given.
     """
     combines = of_part.parts is not None
-
-    def make(read: Mapping[str, Rows], new: Mapping[str, Rows]) -> Call:
-        return normalize_call(norm, {**read, "y": new["y"]}, combines=combines)
-
-    shapes: dict[str, tuple[int, ...]] = {"y": tuple(of_part.x.shape)}
-    if combines:
-        shapes["statistics"] = (3 if norm.centered else 1, len(of_part.x))
-    y, *statistics = _prepared("y", of_part, norm, (dtype,), make, shapes, y=dtype).run(of_part)
-    return y, statistics[0] if statistics else of_part.statistics
+    outputs = ("y", dtype), ("statistics", _ARITHMETIC if combines else None)
+    y, statistics = _run(
+        of_part, norm, outputs, lambda *call: normalize_call(*call, combines=combines)
+    )
+    return y, statistics if combines else of_part.statistics
 
 
 def sums_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
@@ -79,13 +100,7 @@ def sums_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
 
     In the dtype of the arithmetic.
     """
-
-    def make(read: Mapping[str, Rows], _: Mapping[str, Any]) -> Call:
-        return sums_call(norm, read)
-
-    shapes = {"sums": (2 if norm.centered else 1, len(of_part.x))}
-    (sums,) = _prepared("sums", of_part, norm, (), make, shapes).run(of_part)
-    return sums
+    return _run(of_part, norm, (("sums", _ARITHMETIC),), sums_call)
 
 
 class Wanted(NamedTuple):
@@ -103,93 +118,125 @@ def gradients(
 
     wanted: dx has the dtype of x.
     """
+    outputs = tuple(zip(Wanted._fields, wanted))
 
-    def make(read: Mapping[str, Rows], new: Mapping[str, Rows]) -> Call:
-        tensors = {**read, "dx": new["dx"]} if wanted.dx else read
+    def plan(norm: SplitNorm, tensors: RowsByName) -> Call:
         device = launch.device(arrays.view(of_part.x).device)
         dtypes = {"dweight": wanted.dweight, "dbias": wanted.dbias}
         return gradients_call(norm, tensors, device, **dtypes)
 
-    shape = tuple(of_part.x.shape)
-    shapes = {"dx": shape, "dweight": shape[1:], "dbias": shape[1:]}
-    dtypes = {name: dtype for name, dtype in wanted._asdict().items() if dtype}
-    output_shapes = {name: shapes[name] for name in dtypes}
-    prepared = _prepared("gradients", of_part, norm, wanted, make, output_shapes, **dtypes)
-    by_name = dict(zip(output_shapes, prepared.run(of_part)))
-    return by_name.get("dx"), by_name.get("dweight"), by_name.get("dbias")
+    return _run(of_part, norm, outputs, plan)
 
 
-def _prepared(
-    kind: str,
+def _run(
     of_part: OfPart,
     norm: SplitNorm,
-    options: tuple,
-    make: Callable[[Mapping[str, Rows], Mapping[str, Rows]], Call],
-    shapes: Mapping[str, tuple[int, ...]],
-    **dtypes: str,
-) -> _PreparedPart:
-    layout_key = arrays.library(of_part.x).layout_key
-    key = (kind, norm, options, *map(layout_key, of_part))
+    outputs: tuple[tuple[str, str | None], ...],
+    plan: Callable[[SplitNorm, RowsByName], Call],
+) -> Any:
+    """Runs one of the calls below. outputs: names and dtypes, None for what is not wanted."""
+    key = (outputs, norm, *map(arrays.library(of_part.x).layout_key, of_part))
     prepared = matrices.get(key)
     if prepared is None:
-        prepared = _PreparedPart(of_part, make, shapes, dtypes)
+        prepared = _prepare(of_part, norm, outputs, plan)
         keep(matrices, key, prepared)
-    return prepared
+    return prepared.run(of_part)
 
 
-class _PreparedPart(OnGpu):
-    """One of the calls above, planned and compiled."""
+def _prepare(
+    of_part: OfPart,
+    norm: SplitNorm,
+    outputs: tuple[tuple[str, str | None], ...],
+    plan: Callable[[SplitNorm, RowsByName], Call],
+) -> PreparedMatrixCall:
+    """The call, planned and compiled; here are the shapes of all that one returns."""
+    layouts = {
+        name: rows_of(array, 1) if name in ("x", "dy") else parameter_of(array)
+        for name in ("x", "dy", "weight", "bias")
+        if (array := getattr(of_part, name)) is not None
+    }
+    x, compute = layouts["x"][0], compute_dtype(layouts["x"][0].dtype).name
+    whole, of_cols, values = (x.num_rows, x.num_cols), (x.num_cols,), 3 if norm.centered else 1
+    shapes = {"y": whole, "dx": whole, "dweight": of_cols, "dbias": of_cols}
+    shapes |= {"part": (values, x.num_rows), "statistics": (values, x.num_rows)}
+    shapes["sums"] = (2 if norm.centered else 1, x.num_rows)
+    made = {
+        name: (shapes[name], compute if dtype is _ARITHMETIC else dtype) for name, dtype in outputs
+    }
+    tensors = {name: rows for name, (rows, _) in layouts.items()}
+    for name in ("y", "dx"):
+        if name in made and made[name][1]:
+            tensors[name] = arrays.contiguous_rows(whole, 1, made[name][1])
+    call = plan(norm, tensors) if x.num_rows and x.num_cols else None
+    # Without rows, or on a rank without columns, which adds nothing to sums, outputs are 0.
+    return PreparedMatrixCall(of_part, layouts, made, call)
 
-    def __init__(
-        self,
-        of_part: OfPart,
-        make: Callable[[Mapping[str, Rows], Mapping[str, Rows]], Call],
-        shapes: Mapping[str, tuple[int, ...]],
-        dtypes: Mapping[str, str],
-    ) -> None:
-        """shapes: those of what is returned. dtypes: of those that have not that of arithmetic."""
-        names = [name for name, array in of_part._asdict().items() if array is not None]
-        super().__init__(of_part.x, names, OfPart._fields)
-        read, copied = {}, []
-        for name in names:
-            array, copies = getattr(of_part, name), False
-            if name in _ROWS:
-                read[name], copies = rows_of(array, 1)
-            elif name in _PARAMETERS:
-                read[name], copies = parameter_of(array)
-            copied.append(copies)
-        self.copies = tuple(copied) if any(copied) else ()
-        compute = compute_dtype(read["x"].dtype).name
-        output_dtypes = {name: dtypes.get(name, compute) for name in shapes}
-        new = {
-            name: arrays.contiguous_rows(shapes[name], 1, output_dtypes[name]) for name in shapes
-        }
-        self.makers = [
-            allocator(self.library, shapes[name], output_dtypes[name]) for name in shapes
-        ]
-        self.new_partials = lambda: None
-        if read["x"].num_rows and read["x"].num_cols:
-            call = make(read, new)
-            partials_dtype = compute if call.partials_shape else None
-            self.new_partials = allocator(self.library, call.partials_shape, partials_dtype)
-            self.compile(call, [*names, *shapes, "partials"])
 
-    def run(self, of_part: OfPart) -> tuple[Array, ...]:
-        library = self.library
-        former = library.exchange_device(self.device_index)
-        try:
-            tensors = self.read(of_part)
-            if self.copies:
-                tensors = self.contiguous(tensors)
-            outputs = tuple([new() for new in self.makers])
-            if self.steps:
-                partials = self.new_partials()
-                address = library.address
-                of_partials = 0 if partials is None else address(partials)
-                self.enqueue((*map(address, (*tensors, *outputs)), of_partials), None)
-            else:  # no rows, or a rank without columns, which adds nothing to sums
-                fill(outputs, 0)
-            return outputs
-        finally:
-            if former != self.device_index:
-                library.exchange_device(former)
+# Kernels and their arguments, the structs of cuda_src/split_*.cu.
+
+
+def _part(norm: SplitNorm, tensors: RowsByName) -> Part:
+    """tensors: of one kernel: x, y or dy, dx, weight, bias."""
+    x, other = tensors["x"], tensors.get("y", tensors.get("dy"))
+    return Part(
+        x.num_rows,
+        x.num_cols,
+        layout_of(x.num_cols, tensors).pack_limit,
+        norm.centered,
+        x.dtype,
+        other.dtype if other else None,
+        dtype_of(tensors, "weight"),
+        dtype_of(tensors, "bias"),
+        norm.zero_centered_weight,
+    )
+
+
+def statistics_call(norm: SplitNorm, tensors: RowsByName) -> Call:
+    """Of one rank: x -> part."""
+    x = tensors["x"]
+    words = [*row_words(tensors, "x"), Address("part"), x.num_rows, x.num_cols]
+    return Call((statistics_launch(_part(norm, tensors)),), (words,))
+
+
+def normalize_call(norm: SplitNorm, tensors: RowsByName, *, combines: bool) -> Call:
+    """x, weight, bias -> y. combines: parts -> statistics too; else statistics are read."""
+    x = tensors["x"]
+    words = [*row_words(tensors, "x"), *row_words(tensors, "y"), Address("weight"), Address("bias")]
+    words += [Address("parts"), Address("statistics"), x.num_rows, x.num_cols]
+    words += [norm.cols_of_row, norm.cols_of_rank, norm.num_ranks, float(norm.eps)]
+    return Call((normalize_launch(_part(norm, tensors), combines=combines),), (words,))
+
+
+def _backward_words(tensors: RowsByName) -> Words:
+    return [*row_words(tensors, "x"), *row_words(tensors, "dy"), Address("weight")]
+
+
+def sums_call(norm: SplitNorm, tensors: RowsByName) -> Call:
+    """x, dy, weight, statistics -> sums of this rank."""
+    x, words = tensors["x"], _backward_words(tensors)
+    words += [Address("statistics"), Address("sums"), x.num_rows, x.num_cols]
+    return Call((sums_launch(_part(norm, tensors)),), (words,))
+
+
+def gradients_call(
+    norm: SplitNorm, tensors: RowsByName, device: Device, *, dweight: str | None, dbias: str | None
+) -> Call:
+    """x, dy, weight, statistics, sums -> dx if it is among tensors, dweight and dbias of a dtype.
+
+    sums: over all ranks; needed for dx.
+    """
+    x, part = tensors["x"], _part(norm, tensors)
+    launches, slabs = gradients_launches(
+        part, device, dx="dx" in tensors, dweight=dweight, dbias=dbias
+    )
+    after = slabs.count * x.num_cols * DTYPES[DTYPES[x.dtype].compute].itemsize
+    of_dweight = Address("partials") if dweight else 0
+    of_dbias = Address("partials", after if dweight else 0) if dbias else 0
+    words = [*_backward_words(tensors), *row_words(tensors, "dx"), 0, 0]
+    words += [Address("statistics"), Address("sums"), of_dweight, of_dbias]
+    words += [x.num_rows, x.num_cols, slabs.num_rows, norm.cols_of_row]
+    if len(launches) == 1:
+        return Call(launches, (words,))
+    partials_shape = (bool(dweight) + bool(dbias), slabs.count, x.num_cols)
+    last = [of_dweight, of_dbias, x.num_cols, Address("dweight"), Address("dbias")]
+    return Call(launches, (words, [*last, *partials_shape[1:]]), None, partials_shape)

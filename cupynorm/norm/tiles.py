@@ -12,35 +12,25 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..gpu import launch, nvrtc
-from ..plan import dispatch, tables
+from ..plan import dispatch, measured_tiles
 from ..plan.devices import Device
 from ..plan.instances import Kernel
+from ..plan.measured_tiles import FILES
 from ..plan.problem import Layout, Problem, Tile
-from ..plan.tables import FILES
+from ..plan.tile_checks import check_tile
 from .cache import forget
 
 # Modules that decide a tile.
 _DECIDING = (
-    "abilities",
-    "devices",
-    "dispatch",
-    "few_rows",
-    "functors",
-    "grids",
-    "instances",
-    "paths",
-    "problem",
-    "strategies",
-    "tables",
-    "tile_checks",
-    "tile_model",
+    *("abilities", "devices", "dispatch", "few_rows", "functors", "grids", "instances"),
+    *("measured_tiles", "paths", "problem", "strategies", "tile_checks", "tile_model"),
 )
 
 
@@ -87,13 +77,7 @@ class Table:
 
     def to_json(self) -> str:
         entries = [
-            {
-                "problem": {
-                    name: value for name, value in asdict(problem).items() if value is not None
-                },
-                "strategy": strategy,
-                "tile": asdict(tile),
-            }
+            {"problem": _without_none(asdict(problem)), "strategy": strategy, "tile": asdict(tile)}
             for problem, (strategy, tile) in self.tiles.items()
         ]
         head = {
@@ -103,6 +87,10 @@ class Table:
             "measured": self.measured,
         }
         return json.dumps(head | {"tiles": entries}, indent=1)
+
+
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _problem(fields: dict[str, Any]) -> Problem:
@@ -117,12 +105,8 @@ def read(path: str | Path) -> Table:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        of_version, of_sources, device = (
-            content["cupynorm"],
-            content["sources"],
-            dict(content["device"]),
-        )
-        device = Device(**device | {"clusters": tuple(map(tuple, device["clusters"]))})
+        of_version, of_sources = content["cupynorm"], content["sources"]
+        device = Device(**content["device"])
         entries = [
             (_problem(each["problem"]), each["strategy"], Tile(**each["tile"]))
             for each in content["tiles"]
@@ -202,7 +186,7 @@ def use_device_file(path: Path) -> None:
     It is for the GPUs of this machine; without a GPU, for any device.
     """
     try:
-        rows = tables.by_key(tables.read_rows(path))
+        rows = measured_tiles.by_key(measured_tiles.read_rows(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is no data file of tiles: {type(error).__name__}: {error}"
@@ -212,16 +196,18 @@ def use_device_file(path: Path) -> None:
     here = present()
 
     def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
-        row = (
-            tables.tile_of(rows.get(tables.key_of(problem), ()), problem, device)
-            if device in here or not here
-            else None
-        )
-        return row and (*row, f"from {path.name}")
+        if here and device not in here:
+            return None
+        rows_of_class = rows.get(measured_tiles.key_of(problem), ())
+        choice = measured_tiles.tile_of(rows_of_class, problem, device)
+        if choice and not here:
+            try:
+                check_tile(problem, *choice, device)
+            except ValueError:  # measured on a GPU that can do more
+                return None
+        return choice and (*choice, f"from {path.name}")
 
-    dispatch.tuned = tuned
-    dispatch.choose.cache_clear()
-    forget()
+    _use(tuned)
 
 
 def use(table: Table | None, reason: str = "") -> None:
@@ -231,7 +217,11 @@ def use(table: Table | None, reason: str = "") -> None:
         choice = table.tiles.get(key(problem)) if device == table.device else None
         return choice and (*choice, reason)
 
-    dispatch.tuned = tuned if table is not None else None
+    _use(None if table is None else tuned)
+
+
+def _use(tuned: Callable[[Problem, Device], tuple[str, Tile, str] | None] | None) -> None:
+    dispatch.tuned = tuned
     dispatch.choose.cache_clear()
     forget()
 

@@ -22,8 +22,7 @@ from ..linear.matrices import as_rows
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn import row_statistics
 from ..nn.dtypes import name_of
-from ..norm.split_calls import SplitNorm
-from ..norm.split_rows import OfPart, Wanted
+from ..norm.split_rows import OfPart, SplitNorm, Wanted
 from .products import Kept, Products, joined_bias
 from .weights import Arrived, weight_gradients
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from ..nn.dtypes import name_of
 from ..nn.schemas import arguments_of
-from ..norm.prepared import SEED_LIMIT
+from ..norm.checked_forward import SEED_LIMIT
 from .norms import FUNCTOR, FUSED, LAUNCH, NORM, Norm, find
 from .report import Change, Report
 from .rule import why_left

@@ -83,29 +83,21 @@ def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]
     for strategy, tile in _shapes(problem, device):
         if tile.elements > 128:
             continue
-        for rows in (
-            [size // tile.threads_per_row for size in (64, 128, 256)] if strategy == "warp" else [1]
-        ):
-            of_rows = replace(tile, rows_per_block=rows)
-            most = (
-                blocks_that_fit(problem, device, of_rows)
-                if rows * tile.threads_per_row <= 1024
-                else 0
-            )
+        block_sizes = (64, 128, 256) if strategy == "warp" else (tile.threads_per_row,)
+        for block_size in block_sizes:
+            of_rows = replace(tile, rows_per_block=block_size // tile.threads_per_row)
+            most = blocks_that_fit(problem, device, of_rows)
             for blocks in {most, -(-most // 2)} - {0}:
                 yield strategy, replace(of_rows, blocks_per_sm=blocks)
 
 
 def _staged(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
-    for strategy, tile in (
-        _shapes(problem, device) if problem.scaling and abilities.can_ring(problem, device) else ()
-    ):
+    if not problem.scaling or not abilities.can_ring(problem, device):
+        return
+    for strategy, tile in _shapes(problem, device):
         if strategy == "block" and 32 <= tile.elements <= 64:
-            most = blocks_that_fit(problem, device, tile)
-            yield from (
-                (strategy, replace(tile, blocks_per_sm=count, stages=1, path="staged"))
-                for count in {most} - {0}
-            )
+            if most := blocks_that_fit(problem, device, tile):
+                yield strategy, replace(tile, blocks_per_sm=most, stages=1, path="staged")
 
 
 def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
@@ -121,10 +113,8 @@ def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
         pack_size = 4 if problem.forward else 2  # rows of a bundle begin on 8 bytes, or on 4
     for strategy, tile in _shapes(problem, device, pack_size):
         if strategy == "warp" and tile.elements <= 96:
-            tile = paths.with_bundles(problem, device, tile)
-            yield from (
-                (strategy, replace(tile, stages=stages)) for stages in (2, 3, 4) if tile is not None
-            )
+            if bundled := paths.with_bundles(problem, device, tile):
+                yield from ((strategy, replace(bundled, stages=stages)) for stages in (2, 3, 4))
 
 
 def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:

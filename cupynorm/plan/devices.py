@@ -51,6 +51,8 @@ class Device:
                     f"clusters is {self.clusters!r}; expected pairs of a size and a number of "
                     "clusters, both ints of 1 or more"
                 )
+        # Plans are cached by device, and a list cannot be a key.
+        object.__setattr__(self, "clusters", tuple(map(tuple, pairs)))
 
 
 _NOT_COUNTS = ("name", "clusters")

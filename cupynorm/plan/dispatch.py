@@ -19,10 +19,10 @@ from .devices import Device
 from .few_rows import for_few_rows, in_one_launch
 from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
+from .measured_tiles import measured_tile
 from .paths import uncached_tile
 from .problem import Problem, Tile, sums_dx
 from .strategies import STRATEGIES, check_choice
-from .tables import measured_tile
 from .tile_checks import check_path, check_tile
 from .tile_model import RESERVED_BYTES, keeps_sums, smem_bytes_of
 
@@ -41,14 +41,13 @@ def choose(
 ) -> Choice:
     """The kernel for a problem. Raises ValueError if a given strategy, tile or statistics does not
     fit."""
-    if (
-        tuned is not None
-        and strategy is None
-        and tile is None
-        and (tuned_choice := tuned(problem, device))
-    ):
-        strategy, tile, reason = tuned_choice
-        return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
+    # Blocks of path grid exchange sums once.
+    excludes_grid = problem.forward and statistics == "two_pass"
+    if tuned is not None and strategy is None and tile is None:
+        tuned_choice = tuned(problem, device)
+        if tuned_choice and not (excludes_grid and tuned_choice[1].path == "grid"):
+            strategy, tile, reason = tuned_choice
+            return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
     check_choice(strategy, statistics)
     if tile is not None and strategy is None:
         raise ValueError(
@@ -57,12 +56,9 @@ def choose(
     if strategy is None:
         name, chosen, reason = _best_tile(problem, device)
     else:
-        name, chosen, reason = (
-            strategy,
-            _forced_tile(problem, device, strategy, tile),
-            "as asked for",
-        )
-    if chosen.path == "grid" and statistics == "two_pass":
+        name, reason = strategy, "as asked for"
+        chosen = _forced_tile(problem, device, strategy, tile)
+    if chosen.path == "grid" and excludes_grid:
         if strategy is not None:
             raise ValueError(
                 "statistics is 'two_pass'; expected 'welford' or None, because all blocks share "
@@ -190,19 +186,10 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
     return low * step
 
 
+# Fields of a Problem that a plan prints in the line "tensors".
 _TENSORS = {
-    *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
-    *(
-        "input",
-        "residual_dtype",
-        "row_scale",
-        "dresidual",
-        "y1",
-        "weight1",
-        "bias1",
-        "scaling",
-        "recomputed",
-    ),
+    *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum", "input", "scaling"),
+    *("residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1", "recomputed"),
 }
 
 
@@ -273,12 +260,10 @@ class Plan:
             )
         if not self.launches:
             lines.append(("launches", "none: there is nothing to compute"))
-        ratio = (
-            f", {self.bytes_moved / self.bytes_needed:.3f} of what is needed"
-            if self.bytes_needed
-            else ""
-        )
-        return [*lines, ("bytes moved", f"{self.bytes_moved:,}{ratio}")]
+        moved = f"{self.bytes_moved:,}"
+        if self.bytes_needed:
+            moved += f", {self.bytes_moved / self.bytes_needed:.3f} of what is needed"
+        return [*lines, ("bytes moved", moved)]
 
     def __str__(self) -> str:
         return as_text(self._facts())

@@ -73,10 +73,8 @@ def fetches_ahead(problem: Problem, tile: Tile) -> bool:
     plain = not problem.extras & {"residual", "input", "wide"}
     registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
     elements = tile.elements
-    keeps_y = (
-        problem.cols_of_scale is not None
-        and elements * DTYPES[problem.compute].itemsize <= MOST_BYTES_MADE
-    )
+    bytes_made = elements * DTYPES[problem.compute].itemsize
+    keeps_y = problem.cols_of_scale is not None and bytes_made <= MOST_BYTES_MADE
     fits = registers >= elements + elements // 2 + 32 + 8 * (not tile.exact)
     return plain and keeps_y and fits and tile.pack_size == 8 and problem.itemsize == 2
 
@@ -84,10 +82,9 @@ def fetches_ahead(problem: Problem, tile: Tile) -> bool:
 def _stays(choice: Choice, problem: Problem) -> bool:
     """Forward, rows in registers: whether blocks stay resident because they prefetch a row."""
     tile = choice.tile
-    in_registers = choice.strategy == "block" and tile.path == "registers"
-    return tile.path == "staged" or (
-        in_registers and choice.amax_kernel is None and fetches_ahead(problem, tile)
-    )
+    if choice.strategy != "block" or tile.path != "registers":
+        return tile.path == "staged"
+    return choice.amax_kernel is None and fetches_ahead(problem, tile)
 
 
 def shares_of_first(
@@ -96,18 +93,14 @@ def shares_of_first(
     """num_first and rows_of_first of a Launch; 0 if all blocks take the same number of rows."""
     tile = choice.tile
     if tile.path == "ring":
-        divides = (
-            problem.scaling is not None
-            and not problem.centered
-            and tile.cluster_size <= _QUEUED_CLUSTER_SIZE
-        )
+        small = tile.cluster_size <= _QUEUED_CLUSTER_SIZE
+        divides = problem.scaling is not None and not problem.centered and small
     else:
         divides = choice.resident > 1 and _stays(choice, problem)
     if not divides or sm_margin:
         return 0, 0
-    num_first = choice.resident * (
-        dict(device.clusters)[tile.cluster_size] if tile.cluster_size > 1 else device.num_sms
-    )
+    places = dict(device.clusters)[tile.cluster_size] if tile.cluster_size > 1 else device.num_sms
+    num_first = choice.resident * places
     rows_of_first = int(_SHARE_OF_FIRST * num_rows / num_first)
     return (num_first, rows_of_first) if rows_of_first >= _FEWEST_ROWS_OF_FIRST else (0, 0)
 
@@ -166,16 +159,11 @@ def grid_size(
     if _stays(choice, problem):
         return min(groups, resident)
     if tile.path == "ring":
-        queued_bytes = (
-            queued_ring_bytes(problem) if tile.cluster_size <= _QUEUED_CLUSTER_SIZE else None
-        )
+        small = tile.cluster_size <= _QUEUED_CLUSTER_SIZE
         queued = 0  # only resident blocks
-        if queued_bytes:
-            rows = max(
-                1,
-                queued_bytes * tile.cluster_size // (problem.num_cols * problem.itemsize),
-            )
-            queued = ceil_div(num_rows, rows)
+        if small and (queued_bytes := queued_ring_bytes(problem)):
+            row_bytes = problem.num_cols * problem.itemsize
+            queued = ceil_div(num_rows, max(1, queued_bytes * tile.cluster_size // row_bytes))
         return min(groups, max(resident, queued), most) * tile.cluster_size
     if problem.scaling and tile.path == "registers":
         return min(groups, _quantized_blocks(problem, groups, resident), most) * tile.cluster_size

@@ -22,7 +22,6 @@ def quantize_launch(
     weight: str | None = None,
     bias: str | None = None,
     zero_centered: bool = False,
-    rounded: str | None = None,
     sums: str | None = None,
     scaling: str = "given",
 ) -> tuple[Launch, ...]:
@@ -30,7 +29,6 @@ def quantize_launch(
 
     x: the dtype of the matrix; equal to y if the kernel only transposes.
     centered: quantizes the output of this norm of x; None quantizes x itself.
-    rounded: the dtype to which x_hat is rounded.
     sums: the dtype of sums of x over rows, for which a second kernel adds up those of squares.
     scaling: "given", or "tensor" for a scale from x's known amax.
     """
@@ -41,7 +39,7 @@ def quantize_launch(
     )
     if centered is not None:
         flags = f"{cpp_bool(centered)}, {cpp_bool(zero_centered)}"
-        source = f"NormalizedSource<{cpp_names(x, weight, bias)}, {flags}, {cpp_names(rounded, y)}>"
+        source = f"NormalizedSource<{cpp_names(x, weight, bias)}, {flags}, {cpp_names(None, y)}>"
     pack_size = min(pack_limit, 16 // ELEMENTS[x].itemsize)
     lanes = 128 // pack_size
     # More small packs are in flight, each with an address: too many for the 80 registers a thread
@@ -56,11 +54,18 @@ def quantize_launch(
     if sums is None:
         return (Launch(kernel, tile, squares, tile.block_size, 128 * 128),)
     smem_bytes = 128 * (128 + tile.rows_per_block * compute_dtype(x).itemsize)
-    problem = Problem(
-        "backward", False, num_cols, x, Layout(pack_limit, contiguous=True), dbias=sums
-    )
-    last = parameters_launch(problem, *parameters_instance(problem, "block"))
+    last = _sums_launch(num_cols, x, pack_limit, sums)
     return Launch(kernel, tile, squares, tile.block_size, smem_bytes), last
+
+
+def _sums_launch(
+    num_cols: int, x: str, pack_limit: int, sums: str, *, overlaps: bool = False
+) -> Launch:
+    """The kernel that adds up partial sums over rows: what backward does for dbias."""
+    layout = Layout(pack_limit, contiguous=True)
+    problem = Problem("backward", False, num_cols, x, layout, dbias=sums)
+    instance = parameters_instance(problem, has_partials=True)
+    return parameters_launch(problem, *instance, overlaps=overlaps)
 
 
 # Blocks for each resident block: it sets the rows of a slab.
@@ -89,11 +94,8 @@ def reduce_matrix_launch(
     launch = Launch(kernel, tile, num_slabs * across, tile.block_size, smem_bytes)
     if sums is None:
         return (launch,), num_slabs, rows_of_slab
-    problem = Problem(
-        "backward", False, num_cols, x, Layout(pack_limit, contiguous=True), dbias=sums
-    )
     overlaps = device.compute_capability >= 90
-    last = parameters_launch(problem, *parameters_instance(problem, "block"), overlaps=overlaps)
+    last = _sums_launch(num_cols, x, pack_limit, sums, overlaps=overlaps)
     return (launch, last), num_slabs, rows_of_slab
 
 

@@ -1,8 +1,8 @@
 """Which tile the model prefers for each path of a row, from registers to uncached.
 Pure Python, no GPU needed.
 
-The model prefers enough bytes in flight, few idle lanes, and warps spread evenly, on any GPU. Tiles
-that measured faster on one are in its data file (tables.py). Measurements: docs/experiments.md.
+The model prefers enough bytes in flight, few idle lanes, and warps spread evenly, on any GPU.
+measured_tiles.py has tiles that measured faster on one. Measurements: docs/experiments.md.
 """
 
 from __future__ import annotations

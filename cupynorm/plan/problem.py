@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..dtypes import DTYPES, ELEMENTS
 from .functors import Fused
 
 # How a row travels between its uses (Path in cuda_src/tile/tile.cuh), by strategy.
@@ -82,14 +82,11 @@ class Tile:
 
     @property
     def cpp(self) -> str:
-        pairs = [
-            f".{at.name} = {getattr(self, at.name)}" for at in fields(self) if at.name != "path"
-        ]
-        return (
-            "Tile{"
-            + ", ".join(pairs + [f".path = Path::{self.path}"] * (self.path is not None))
-            + "}"
-        )
+        words = {each.name: getattr(self, each.name) for each in fields(self)}
+        path = words.pop("path")
+        if path is not None:
+            words["path"] = f"Path::{path}"
+        return f"Tile{{{', '.join(f'.{name} = {value}' for name, value in words.items())}}}"
 
     @property
     def path_in_words(self) -> str:
@@ -308,23 +305,11 @@ class Problem:
 
         16 bytes of the narrowest streamed tensor (8-bit ones aside), or what the layout allows.
         """
-        streamed = [
-            self.x,
-            self.y,
-            self.y1,
-            self.dy,
-            self.dy1,
-            self.dx,
-            self.input,
-            self.residual_dtype,
-            self.dresidual,
-            self.recomputed,
-            *(each.source for each in (self.load, self.store) if each),
-        ]
-        return min(
-            self.layout.pack_limit,
-            16 // min(DTYPES[name].itemsize for name in streamed if name and name not in FLOAT8S),
-        )
+        streamed = {self.x, self.y, self.y1, self.dy, self.dy1, self.dx, self.dresidual}
+        streamed |= {self.input, self.residual_dtype, self.recomputed}
+        streamed |= {each.source for each in (self.load, self.store) if each}
+        narrowest = min(DTYPES[name].itemsize for name in streamed if name in DTYPES)
+        return min(self.layout.pack_limit, 16 // narrowest)
 
     @property
     def has_wide_parameters(self) -> bool:
@@ -362,11 +347,9 @@ class Problem:
     @property
     def bytes_per_row(self) -> int:
         """Bytes that every implementation must move for a row: each streamed tensor once."""
-        streamed = (
-            [self.x, self.y, self.y1]
-            if self.forward
-            else [self.y or self.x, self.dy, self.dy1, self.dx, self.dsum, self.dresidual]
-        )
+        streamed = [self.x, self.y, self.y1]
+        if not self.forward:
+            streamed = [self.y or self.x, self.dy, self.dy1, self.dx, self.dsum, self.dresidual]
         if self.load and self.load.source:
             streamed[0] = self.load.source
         if self.store and not self.forward:
@@ -374,10 +357,8 @@ class Problem:
         streamed += [self.input, self.residual_dtype, self.recomputed]
         if self.residual:
             streamed += [self.x, self.x]
-        return (
-            self.num_cols * sum(ELEMENTS[name].itemsize for name in streamed if name)
-            + self.scale_bytes
-        )
+        of_element = sum(ELEMENTS[name].itemsize for name in streamed if name)
+        return self.num_cols * of_element + self.scale_bytes
 
 
 def ceil_div(value: int, step: int) -> int:

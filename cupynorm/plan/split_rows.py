@@ -123,6 +123,6 @@ def gradients_launches(
     problem = Problem(
         "backward", part.centered, part.num_cols, part.x, layout, dweight=dweight, dbias=dbias
     )
-    overlaps = device.compute_capability >= 90
-    last = parameters_launch(problem, *parameters_instance(problem, "block"), overlaps=overlaps)
+    instance = parameters_instance(problem, has_partials=True)
+    last = parameters_launch(problem, *instance, overlaps=device.compute_capability >= 90)
     return (launch, last), slabs

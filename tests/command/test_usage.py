@@ -18,16 +18,16 @@ from cupynorm.command_line import number, positives
         (("plan", "-5", "--device", "H200"), "-5"),
         (
             ("plan", "90000", "--device", "H200", "--strategy", "warp"),
-            "--strategy warp takes at most 1280 columns of bfloat16 on H200 (forward); "
-            "the row has 90000",
+            "strategy 'warp' is too narrow for 90000 columns of bfloat16 on H200 (forward); "
+            "its widest row has 1280",
         ),
         (
             ("plan", "64", "--device", "H200", "--sm-margin", "132"),
-            "--sm-margin is 132; expected at most 131 of the 132 multiprocessors of H200",
+            "sm_margin is 132; expected 0 to 131 of the 132 multiprocessors of H200",
         ),
         (
             ("plan", "64", "--device", "A100", "--strategy", "cluster"),
-            "--strategy cluster needs compute capability 9.0 or later; A100 has 8.0",
+            "strategy 'cluster' needs compute capability 9.0 or later; A100 has 8.0",
         ),
         (("plan", "64", "--device", "H200", "--strategy", "fast"), "invalid choice: 'fast'"),
         (("bench", "--dtype", "float8"), "'float8' is unknown"),
@@ -37,11 +37,11 @@ from cupynorm.command_line import number, positives
         ),
         (
             ("plan", "64", "--device", "H200", "--scale", "row"),
-            "--scale is given for a y of 16 or more bits; expected --out-dtype float8_e4m3fn",
+            "scale is 'row'; expected one of given, tensor, row, block, mx, of a forward whose",
         ),
         (
             ("plan", "64", "--device", "H200", "--amax"),
-            "--amax is given for a y of 16 or more bits; expected --out-dtype float8_e4m3fn or",
+            "amax is recorded with scale None; expected 'given', of a forward whose out_dtype has",
         ),
         (
             (
@@ -55,11 +55,11 @@ from cupynorm.command_line import number, positives
                 "--scale",
                 "row",
             ),
-            "--amax is given with --scale row; expected --scale given",
+            "amax is recorded with scale 'row'; expected 'given'",
         ),
         (
             ("plan", "64", "--device", "H200", "--out-dtype", "float8_e5m2", "--direction", "both"),
-            "--direction is both and --out-dtype float8_e5m2; expected --direction forward",
+            "out_dtype is 'float8_e5m2' and direction 'backward'; expected 'forward'",
         ),
         (
             ("bench", "--amax"),

@@ -19,8 +19,8 @@ from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Launch
+from cupynorm.plan.measured_tiles import FILES
 from cupynorm.plan.problem import Layout, Problem
-from cupynorm.plan.tables import FILES
 
 pytestmark = pytest.mark.slow
 

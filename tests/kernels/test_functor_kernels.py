@@ -22,8 +22,8 @@ from cupynorm.check.results import CheckResult
 from cupynorm.dtypes import decode, encode
 from cupynorm.gpu import on_cpu
 from cupynorm.norm import route
-from cupynorm.norm.functors import bound
-from cupynorm.norm.options import complete
+from cupynorm.norm.functors import bind_functors
+from cupynorm.norm.options import with_checked_options
 from cupynorm.norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -186,7 +186,7 @@ def test_layouts_of_an_array(layout, library):
     results = []
     for form in ("contiguous", layout):
         gate_, bias_ = (lay_out(library, each, form) for each in (gate, bias))
-        own = bound(functors.bias_gelu(bias=bias_), functors.silu_gate(gate=gate_))
+        own = bind_functors(functors.bias_gelu(bias=bias_), functors.silu_gate(gate=gate_))
         results.append(through_the_api(library, library.asarray(x), own, "float16"))
     for right, got in zip(*results):
         assert np.isfinite(np.float64(right)).all()
@@ -216,7 +216,7 @@ def test_broadcast_arrays(shape, library):
         library.asarray(np.ascontiguousarray(np.broadcast_to(gate, x.shape))),
     )
     alone, full = (
-        through_the_api(library, x, bound(None, functors.silu_gate(gate=each)), "float32")
+        through_the_api(library, x, bind_functors(None, functors.silu_gate(gate=each)), "float32")
         for each in given
     )
     for right, got in zip(full[:3], alone[:3]):
@@ -255,11 +255,11 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
     launch, results = ONE_TILE[num_cols], []
     for is_loaded in (True, False):
         load = functors.layer_scale(scale=scale) if is_loaded else None
-        own = bound(load, MIXED(gate=gate, alpha=0.5))
+        own = bind_functors(load, MIXED(gate=gate, alpha=0.5))
         options = ForwardOptions(True, (num_cols,), 1e-5, dropout_p=0.25, launch=launch)
         row = x if is_loaded else x * scale
         operands = ForwardOperands(row, weight, None, residual, None, row_scale, 7, functors=own)
-        made = route.forward(complete(ForwardRequest(operands, options)))
+        made = route.forward(with_checked_options(ForwardRequest(operands, options)))
         operands = BackwardOperands(
             *(dy, made.sum, made.mean, made.rstd, weight, None, None, row_scale, 7),
             input=row if is_loaded else None,

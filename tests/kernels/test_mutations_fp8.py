@@ -315,7 +315,7 @@ import sys
 sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}
 import numpy as np
 from cupynorm.gpu.arrays import Rows
-from cupynorm.norm.matrix_calls import QuantizeOptions, quantize_call
+from cupynorm.norm.quantize import QuantizeOptions, quantize_call
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult
 from every_matrix import (

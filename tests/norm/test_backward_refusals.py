@@ -89,6 +89,12 @@ def test_errors_name_the_second_gradient_and_weight():
             cupynorm.rms_norm_backward(X, X, ones(4), **given)
 
 
+def test_a_second_gradient_without_rstd_is_refused(anywhere):
+    x = loaded_torch().ones(4, 40, device=anywhere)
+    with pytest.raises(TypeError, match="rstd is None; expected the statistic"):
+        cupynorm.rms_norm_backward(x, x, None, dy1=x)
+
+
 @pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
 def test_a_sparse_gradient_is_refused(name, options):

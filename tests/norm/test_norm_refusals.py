@@ -240,6 +240,11 @@ OPTIONS = {
         "out_dtype is 'int32'; expected one of float16",
         {"out_dtype": "int32"},
     ),
+    "out_dtype of no name": (
+        TypeError,
+        "out_dtype is ','; expected one of float16",
+        {"out_dtype": ","},
+    ),
     "out_dtype unknown": (
         TypeError,
         "out_dtype is 'float17'; expected one of float16",

@@ -9,7 +9,7 @@ import pytest
 
 import cupynorm
 from cupynorm.norm import cache
-from cupynorm.norm.options import complete, launch_options, quantization
+from cupynorm.norm.options import launch_options, quantization, with_checked_options
 from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from cupynorm.norm.request import (
     DEFAULTS,
@@ -203,27 +203,27 @@ def test_quantization_names_the_argument_that_it_refuses(given, error, words):
         quantization(*given)
 
 
-# complete.
+# with_checked_options.
 
 
-def test_complete_returns_a_plain_request_itself():
+def test_checking_returns_a_plain_request_itself():
     request = forward_request("x", weight="weight")
-    assert complete(request) is request
+    assert with_checked_options(request) is request
 
 
-def test_complete_brings_options_to_their_types():
+def test_checking_brings_options_to_their_types():
     given = PLAIN._replace(
         dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1, memory_efficient=0
     )
-    _, options = complete(forward_request(options=given))
+    _, options = with_checked_options(forward_request(options=given))
     assert options.dropout_p == 0.5 and type(options.dropout_p) is float
     assert options.residual_dtype == "float32"
     assert options.round_x_hat is True and options.memory_efficient is False
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_complete_makes_a_name_of_residual_dtype(dtype):
-    request = complete(forward_request(options=PLAIN._replace(residual_dtype=dtype)))
+def test_checking_makes_a_name_of_residual_dtype(dtype):
+    request = with_checked_options(forward_request(options=PLAIN._replace(residual_dtype=dtype)))
     assert request.options.residual_dtype == "bfloat16"
 
 
@@ -231,21 +231,25 @@ def test_complete_makes_a_name_of_residual_dtype(dtype):
     "given, signed",
     [(0, 0), (7, 7), (-1, -1), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1)],
 )
-def test_complete_makes_an_int_seed_a_signed_64_bit_one(given, signed):
+def test_checking_makes_an_int_seed_a_signed_64_bit_one(given, signed):
     options = PLAIN._replace(dropout_p=0.5)
-    request = complete(forward_request(options=options, dropout_seed=given))
+    request = with_checked_options(forward_request(options=options, dropout_seed=given))
     assert request.operands.dropout_seed == signed
 
 
-def test_complete_drops_a_seed_that_dropout_does_not_read():
-    assert complete(forward_request(dropout_seed=7)).operands.dropout_seed is None
+def test_checking_drops_a_seed_that_dropout_does_not_read():
+    assert with_checked_options(forward_request(dropout_seed=7)).operands.dropout_seed is None
 
 
-def test_complete_drops_the_name_of_a_scaling_and_keeps_an_array():
+def test_checking_drops_the_name_of_a_scaling_and_keeps_an_array():
     scale = np.ones(1, np.float32)
     options = PLAIN._replace(quantization=Quantization("float8_e4m3fn", "row"))
-    assert complete(forward_request(options=options, scale="row")).operands.scale is None
-    assert complete(forward_request(options=options, scale=scale)).operands.scale is scale
+    assert (
+        with_checked_options(forward_request(options=options, scale="row")).operands.scale is None
+    )
+    assert (
+        with_checked_options(forward_request(options=options, scale=scale)).operands.scale is scale
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,10 +266,10 @@ def test_complete_drops_the_name_of_a_scaling_and_keeps_an_array():
         ({"residual_dtype": "int32"}, None, TypeError, "residual_dtype is 'int32'"),
     ],
 )
-def test_complete_names_the_option_that_it_refuses(options, seed, error, words):
+def test_checking_names_the_option_that_it_refuses(options, seed, error, words):
     request = forward_request(options=PLAIN._replace(**options), dropout_seed=seed)
     with pytest.raises(error, match=words):
-        complete(request)
+        with_checked_options(request)
 
 
 # makes_sum and is_plain. The functions read which operands are there, not their values.
@@ -324,7 +328,9 @@ def test_the_plain_request_returns_the_input_as_its_sum():
 
 def prepared_forward(purpose: str = FOR_STATISTICS, *, options=PLAIN, **operands) -> object:
     x = torch.zeros(3, options.extents[-1])
-    return prepare_forward(complete(forward_request(x, options=options, **operands)), purpose)[0]
+    return prepare_forward(
+        with_checked_options(forward_request(x, options=options, **operands)), purpose
+    )[0]
 
 
 def test_equal_requests_share_a_prepared_call(kernels):

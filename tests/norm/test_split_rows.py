@@ -16,8 +16,7 @@ from cupynorm.plan.split_rows import Part, gradients_launches, row_tile
 
 torch = pytest.importorskip("torch")
 from cupynorm.nn import row_statistics  # noqa: E402
-from cupynorm.norm.split_calls import SplitNorm  # noqa: E402
-from cupynorm.norm.split_rows import OfPart, Wanted  # noqa: E402
+from cupynorm.norm.split_rows import OfPart, SplitNorm, Wanted  # noqa: E402
 
 ALL = Wanted("float32", "float32", "float32")
 

@@ -268,8 +268,20 @@ def test_plan_takes_a_device_object():
     small = Device("small", 75, 10, 65536, 65536, 1024)
     assert plan(768, 100000, device=small).device is small
     assert plan(40000, 100000, "float32", device=small).strategy == "uncached"
+    listed = replace(
+        DEVICES["H200"], clusters=[[size, count] for size, count in ((2, 66), (4, 30))]
+    )
+    assert plan(8, device=listed).device == replace(listed, clusters=((2, 66), (4, 30)))
     lacking = replace(DEVICES["H200"], clusters=())
     assert plan(1 << 20, 8, device=lacking).strategy == "uncached"
+
+
+def test_statistics_do_not_change_a_backward():
+    """It is given those of forward."""
+    options = {"device": "H200", "direction": "backward"}
+    expected = plan(1 << 21, 8, **options)
+    assert expected.tile.path == "grid"
+    assert plan(1 << 21, 8, statistics="two_pass", **options).launches == expected.launches
 
 
 def test_device_like_finds_known_devices_by_name():

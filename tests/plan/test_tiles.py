@@ -57,6 +57,16 @@ def test_a_table_comes_back_as_it_was_written(file):
     assert "num_rows" not in file.read_text()
 
 
+def test_two_passes_leave_out_a_tile_of_path_grid():
+    """As they leave out that of dispatch."""
+    wide = plan(1 << 19, device=H200)
+    assert wide.tile.path == "grid"
+    expected = plan(1 << 19, device=H200, statistics="two_pass")
+    tiles.use(tiles.Table(H200, {tiles.key(wide.problem): (wide.strategy, wide.tile)}), "a test")
+    assert plan(1 << 19, device=H200).reason == "a test"
+    assert plan(1 << 19, device=H200, statistics="two_pass").launches == expected.launches
+
+
 def changed(file, change):
     content = json.loads(file.read_text())
     change(content)
@@ -323,9 +333,20 @@ def test_a_data_file_of_ranges_is_used_for_any_device_without_a_gpu(tmp_path, mo
             after.tile == plan(12296, device="H200").tile != before.tile
             and after.reason == "from h200.csv"
         )
+        for name in DEVICES:  # tiles of the file that a device cannot run are left out
+            for num_cols in (1024, 12288, 20000):
+                assert plan(num_cols, device=name, direction="backward").launches
     finally:
         cupynorm.use_tiles(None)
     assert plan(12296, device="B200").tile == before.tile
-    (tmp_path / "wrong.csv").write_text("direction,norm\nforward,layer_norm\n")
-    with pytest.raises(ValueError, match="wrong.csv is no data file of tiles"):
-        cupynorm.use_tiles(tmp_path / "wrong.csv")
+    header, row = own.read_text().splitlines()[:2]
+    assert row.count(",1,8,128,1,4,1,5,0,") == 1  # step, pack_size, threads_per_row, ..
+    for wrong in (
+        "direction,norm\nforward,layer_norm",
+        f"{header}\nforward,layer_norm",
+        f"{header}\n{row.replace(',1,8,128,', ',0,8,128,')}",
+        f"{header}\n{row.replace(',1,8,128,', ',1,0,128,')}",
+    ):
+        (tmp_path / "wrong.csv").write_text(wrong + "\n")
+        with pytest.raises(ValueError, match="wrong.csv is no data file of tiles"):
+            cupynorm.use_tiles(tmp_path / "wrong.csv")

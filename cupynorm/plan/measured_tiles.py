@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from ..dtypes import DTYPES
 from .abilities import can_bundle
-from .devices import Device
+from .devices import DEVICES, Device
 from .problem import PATHS, PATHS_OF_STRATEGY, SCALINGS, Problem, Tile
 from .tile_model import shaped
 
@@ -144,7 +144,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def row_of(fields: dict[str, str]) -> Row:
-    """A row of a data file from its fields, as text. Raises ValueError for an unknown word."""
+    """A row of a data file from its fields, as text.
+
+    Raises ValueError for a missing cell, an unknown word, or a count that is too small.
+    """
+    if None in fields.values():
+        raise ValueError("a row has fewer cells than the first line")
     for name, known in _KNOWN.items():
         if not set(fields[name].split("|")) <= set(known):
             raise ValueError(f"{name} is {fields[name]!r}; expected one of {', '.join(known)}")
@@ -153,6 +158,9 @@ def row_of(fields: dict[str, str]) -> Row:
         for name in ("direction", "norm", "dtype", "kind", "path", "strategy", "date")
     }
     counts = {name: int(fields[name]) for name in ("from_cols", "to_cols", "step", *COUNTS)}
+    for name in ("step", *COUNTS[:5]):
+        if counts[name] < 1:
+            raise ValueError(f"{name} is {counts[name]}; expected 1 or more")
     return Row(**texts, **counts, gain=float(fields["gain"]) if fields["gain"] else None)
 
 
@@ -182,12 +190,17 @@ def _rows_of(name: str) -> dict[Key, list[Row]]:
 def measured_tile(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
     """(strategy, tile, reason) from the device's data file; None if no row covers the problem."""
     for name, devices in FILES.items():
-        if device.name in devices and (key := key_of(problem)):
-            measured = tile_of(_rows_of(name).get(key, ()), problem, device)
-            if measured is None:
-                return None
-            return *measured, f"measured, in {name}"
+        if device.name in devices and _runs_the_same(device, DEVICES[device.name]):
+            measured = tile_of(_rows_of(name).get(key_of(problem), ()), problem, device)
+            return measured and (*measured, f"measured, in {name}")
     return None
+
+
+def _runs_the_same(device: Device, known: Device) -> bool:
+    """Whether a device, which may be a user's, runs every tile that a known one runs."""
+    sizes = [[size for size, _ in each.clusters] for each in (device, known)]
+    counts = {name: getattr(device, name) for name in ("num_sms", "grid_blocks", "clusters")}
+    return sizes[0] == sizes[1] and device == replace(known, **counts)
 
 
 def tile_of(rows: Iterable[Row], problem: Problem, device: Device) -> tuple[str, Tile] | None:

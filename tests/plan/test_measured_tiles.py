@@ -9,11 +9,10 @@ import pytest
 
 import cupynorm
 from cupynorm.norm.plans import plan
-from cupynorm.plan import tables
+from cupynorm.plan import measured_tiles
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
-from cupynorm.plan.problem import PATHS_OF_STRATEGY, Layout, Problem
-from cupynorm.plan.tables import (
+from cupynorm.plan.measured_tiles import (
     FILES,
     class_of,
     key_of,
@@ -22,12 +21,13 @@ from cupynorm.plan.tables import (
     tile_of,
     write_rows,
 )
+from cupynorm.plan.problem import PATHS_OF_STRATEGY, Layout, Problem
 
 FOLDER = Path(cupynorm.__file__).parent / "plan"
 E4M3 = "float8_e4m3fn"
 
 
-def problem_of(row: tables.Row, norm: str, dtype: str, num_cols: int) -> Problem:
+def problem_of(row: measured_tiles.Row, norm: str, dtype: str, num_cols: int) -> Problem:
     """A problem of a row's class, as large as possible: with all parameters."""
     first, _, *words = row.kind.split()
     size = 2 if dtype in ("bfloat16", "float16") else 4
@@ -66,7 +66,7 @@ def problem_of(row: tables.Row, norm: str, dtype: str, num_cols: int) -> Problem
     )
 
 
-def widths_of(row: tables.Row) -> list[int]:
+def widths_of(row: measured_tiles.Row) -> list[int]:
     """Widths of a row's class at its ends and between them."""
     size = 2 if row.dtype.split("|")[0] in ("bfloat16", "float16") else 4
     step = max(row.step, int(row.kind.split()[0]) // size)
@@ -100,7 +100,7 @@ def test_rows_are_ranges_and_no_single_widths(name):
 def test_every_row_decides_something(name):
     """Each row is the first that holds one of its widths."""
     rows = read_rows(FOLDER / name)
-    by_key = tables.by_key(rows)
+    by_key = measured_tiles.by_key(rows)
     for row in rows:
         size = 2 if row.dtype.split("|")[0] in ("bfloat16", "float16") else 4
         step = max(row.step, int(row.kind.split()[0]) // size)
@@ -198,3 +198,16 @@ def test_other_devices_have_no_rows():
         for name in DEVICES
         if name not in FILES["h200.csv"]
     )
+
+
+@pytest.mark.parametrize("changes", ({"clusters": ((2, 66),)}, {"smem_per_block": 101376}), ids=str)
+def test_a_device_of_the_same_name_that_can_do_less_has_no_rows(changes):
+    """A tile of the file may have clusters, or shared memory, that the device has not."""
+    less = replace(DEVICES["H200"], **changes)
+    for direction in ("forward", "backward"):
+        for num_cols in (1000, 9008, 12288, 51204, 131072):
+            made = plan(num_cols, device=less, direction=direction)
+            renamed = plan(num_cols, device=replace(less, name="other"), direction=direction)
+            assert made.launches == renamed.launches
+    fewer = replace(DEVICES["H200"], num_sms=114)
+    assert plan(9008, device=fewer).reason == plan(9008, device="H200").reason

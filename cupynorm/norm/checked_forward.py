@@ -1,0 +1,91 @@
+"""What a checked forward remembers, on a GPU and on the host: for autograd, and for dropout."""
+
+from __future__ import annotations
+
+import sys
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from ..gpu import arrays, nvrtc
+from .request import Array, BackwardOptions, ForwardRequest, is_plain, makes_sum
+from .results import FusedForward
+
+# A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
+SEED_LIMIT = 2**62
+
+
+def draw_seed(x: Array) -> Array:
+    """An int64 array of one element where x is, drawn by x's library there without a sync."""
+    if arrays.is_torch(x):
+        torch = sys.modules["torch"]
+        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
+    if isinstance(x, np.ndarray):
+        return np.random.randint(0, SEED_LIMIT, 1, np.int64)
+    return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
+
+
+def dtype_or_none(array: Array | None) -> str | None:
+    """The dtype of an array by name; None of no array."""
+    return None if array is None else arrays.dtype_name(array)
+
+
+# The operands of a forward that have gradients.
+DIFFERENTIABLE = ("input", "weight", "bias", "residual", "weight1", "bias1")
+
+
+class CheckedForward:
+    """A forward that is checked, and what its gradients depend on besides arrays.
+
+    backward: the options of its backward, which selects its own gradients. backwards: backwards
+    that autograd prepared.
+    """
+
+    def __init__(self, request: ForwardRequest) -> None:
+        operands, options = request
+        self.options = options
+        self.dtype = arrays.dtype_name(operands.input)
+        self.makes_sum = makes_sum(request, self.dtype)
+        self.has_second = operands.weight1 is not None or operands.bias1 is not None
+        self.bias1_dtype = dtype_or_none(operands.bias1)
+        # After the checks residual_dtype always has a value.
+        as_input = options._replace(residual_dtype=None)
+        self.is_plain = options.residual_dtype == self.dtype and is_plain(
+            ForwardRequest(operands, as_input)
+        )
+        self.backward = BackwardOptions(
+            options.centered,
+            options.extents,
+            bool(options.zero_centered_weight),
+            dx_dtype=None if self.is_plain else self.dtype,
+            dbias_dtype=dtype_or_none(operands.bias),
+            dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
+            dropout_p=options.dropout_p,
+            x_is_y=options.memory_efficient,
+            # A tile belongs to one kernel; a strategy is meant for both directions.
+            launch=options.launch._replace(tile=None),
+        )
+        self.backwards: dict[tuple, object] = {}
+        # What autograd records.
+        self.differentiable = tuple(
+            name for name in DIFFERENTIABLE if getattr(operands, name) is not None
+        )
+        places = [operands._fields.index(name) for name in self.differentiable]
+        self.read_differentiable = (
+            itemgetter(*places) if len(places) > 1 else lambda operands: (operands[0],)
+        )
+        # From gradients in the order of DIFFERENTIABLE, and None.
+        places = [DIFFERENTIABLE.index(name) for name in self.differentiable]
+        self.pick_gradients = itemgetter(-1, *places)
+        # From a FusedForward, what autograd returns: y, or a tuple where there is more.
+        outputs = ["y", *["y1"] * self.has_second, *["sum"] * self.makes_sum]
+        self.pick_outputs = itemgetter(*map(FusedForward._fields.index, outputs))
+
+    def split_outputs(self, outputs: Any) -> tuple:
+        """(y, y1, sum) of what pick_outputs picked, or of the gradients of that."""
+        if not self.makes_sum and not self.has_second:
+            return (outputs[0] if outputs.__class__ is tuple else outputs), None, None
+        if not self.has_second:
+            return outputs[0], None, outputs[1]
+        return outputs[0], outputs[1], outputs[2] if self.makes_sum else None
