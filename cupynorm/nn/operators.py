@@ -228,7 +228,7 @@ def backward_request(call: Any, *, recompute: bool = False) -> BackwardRequest:
         gradients,
         call.dx_dtype,
         None,
-        _dbias_dtype(call),
+        call.dbias_dtype,
         call.dresidual_dtype,
         call.dropout_p,
         call.memory_efficient,
@@ -259,11 +259,6 @@ def _functors_of(call: Any) -> Functors | None:
     if call.load is None and call.store is None:
         return None
     return bind_all(from_text(call.load, call.store), call.arrays, call.numbers)
-
-
-def _dbias_dtype(call: Any) -> torch.dtype | None:
-    """That of the bias, where the schema has no dbias_dtype."""
-    return call.dbias_dtype if "dbias_dtype" in call._fields else dtype_of(call.bias)
 
 
 # Results of operators. An operator returns tensors, no tensor twice and none that it was given: an
@@ -333,7 +328,7 @@ def gradients_without_memory(call: Any) -> tuple[Tensor, ...]:
     x, extents = call.x, call.normalized_shape
     own, own1 = (x.dtype if each is None else each.dtype for each in (call.weight, call.weight1))
     shapes = (x.shape, extents, extents, x.shape, extents, extents)
-    dtypes = (call.dx_dtype or x.dtype, own, _dbias_dtype(call) or own)
+    dtypes = (call.dx_dtype or x.dtype, own, call.dbias_dtype or own)
     dtypes += (call.dresidual_dtype or x.dtype, own1, call.dbias1_dtype or own1)
     return tuple(
         x.new_empty(shape, dtype=dtype) if is_wanted else x.new_empty(0)

@@ -75,6 +75,7 @@ _ABSENT = dict.fromkeys(
 )
 _ABSENT |= {"dropout_p": 0.0, "centered": False, "round_x_hat": False, "memory_efficient": False}
 _ABSENT |= {"arrays": (), "numbers": ()}
+_ABSENT["dbias_dtype"] = property(lambda call: None if call.bias is None else call.bias.dtype)
 
 
 @cache
