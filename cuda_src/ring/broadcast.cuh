@@ -1,7 +1,7 @@
 // broadcast.cuh -- four floats of a row, from the warp that computed them to all warps of its block
 //
-// Two buffers suffice. The statistics of turn t + 2 are computed when all warps have sent their
-// moments of turn t + 2, and a warp sends these after it has received the broadcast of turn t.
+// Two buffers are enough. The statistics of turn t + 2 are computed when all warps have sent their
+// moments of that turn. A warp sends these after it has received the broadcast of turn t.
 #pragma once
 #include "bulk.cuh"
 #include "ring_shape.cuh"

@@ -4,7 +4,7 @@
 // turn later. The lower half of a warp's lanes has the first value, the upper half the second.
 //
 // Four buffers are enough. A warp sends for turn t + 4 when all values of turn t + 2 have arrived
-// in its block, and every warp sends those after it has read the values of turn t.
+// in its block. Every warp sends those after it has read the values of turn t.
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"

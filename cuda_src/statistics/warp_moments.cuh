@@ -18,8 +18,8 @@ struct Deviations {
 };
 
 // The deviations of a warp's values, of which there is one or more. first: the mean of a sample,
-// one pack of each lane that `samples`. If a share s of the values is sampled, the squares add up
-// to at most 1 + 1 / s times those of the centred values, so few digits cancel. Equal values give
+// one pack of each lane that `samples`. Few digits cancel: if a share s of the values is sampled,
+// the squares add up to at most 1 + 1 / s times those of the centred values. Equal values give
 // exactly that value and zero, because the sample's mean is found from deviations from one value,
 // the origin. for_each(f): f(values) for each pack of this thread.
 template <int pack_size, class ForEach>
