@@ -257,8 +257,6 @@ def layer_norm_linear_backward(
     Returns ProjectedBackward(dx, dnorm_weight, dnorm_bias, dweight, dbias). Those of absent norm
     parameters are as for weight 1 and bias 0. Raises as layer_norm_linear.
     """
-    if mean is None:
-        raise TypeError("mean is None; expected the statistic that the forward returned")
     call = LinearBackwardCall(
         dy,
         x,

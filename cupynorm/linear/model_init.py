@@ -70,11 +70,12 @@ def fp8_model_init(
             "BlockScaling or MXFP8BlockScaling"
         )
     recipe = (recipe or DelayedScaling()) if enabled else None
-    _initializations.append(_Initialization(recipe, preserve_high_precision_init_val))
+    own = _Initialization(recipe, preserve_high_precision_init_val)
+    _initializations.append(own)
     try:
         yield
-    finally:
-        _initializations.pop()
+    finally:  # another thread may have begun its own since
+        _initializations[:] = [each for each in _initializations if each is not own]
 
 
 def begin_weights(layer: torch.nn.Module, names: Sequence[str]) -> None:

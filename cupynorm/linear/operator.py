@@ -120,6 +120,8 @@ def fits(operands: Operands) -> bool:
             if parameter is not None:
                 if parameter.shape != (in_features,) or parameter.device != device:
                     return False
+                if parameter.dtype not in SUPPORTED:
+                    return False
         return dtype in SUPPORTED
     except (AttributeError, IndexError, ValueError):
         return False

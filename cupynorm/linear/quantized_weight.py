@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -136,11 +137,11 @@ class QuantizedWeight(Tensor):
             if function is _aten.copy_.default:
                 return first._copy(args[1])
             if function is _aten._to_copy.default and (
-                _keeps_8_bits or kwargs.get("dtype") in (None, first.dtype)
+                _conversions.keep_8_bits or kwargs.get("dtype") in (None, first.dtype)
             ):
                 device = kwargs.get("device") or first.device
-                return first._map(lambda each: each.to(device), kwargs.get("dtype"))
-            if function is _aten.empty_like.default and _keeps_8_bits:
+                return first._map(lambda each: each.to(device, copy=True), kwargs.get("dtype"))
+            if function is _aten.empty_like.default and _conversions.keep_8_bits:
                 device = kwargs.get("device") or first.device
                 return first._map(lambda each: torch.empty_like(each, device=device))
         return _by_values(function, args, kwargs)
@@ -388,15 +389,18 @@ def _like_parameter(weight: QuantizedWeight, like: QuantizedWeight) -> Quantized
     return weight
 
 
-_keeps_8_bits = False  # inside of Module._apply
+class _Conversions(threading.local):
+    keep_8_bits = False  # True inside of Module._apply
+
+
+_conversions = _Conversions()
 
 
 @contextlib.contextmanager
 def keeping_8_bits() -> Iterator[None]:
     """Inside of it a conversion to another dtype changes the dtype that a weight has to torch."""
-    global _keeps_8_bits
-    before, _keeps_8_bits = _keeps_8_bits, True
+    before, _conversions.keep_8_bits = _conversions.keep_8_bits, True
     try:
         yield
     finally:
-        _keeps_8_bits = before
+        _conversions.keep_8_bits = before
