@@ -19,13 +19,13 @@ from . import fp8_operator, kernels
 from .call import LinearCall, LinearOptions, Operands
 from .fp8 import RegionCall
 from .function import check_call
+from .gradient_layer import GradientLayer
 from .matrices import as_rows, join
 from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
-from .weight_gradients import WeightGradientSink
 
 
-class Fp8Layer(torch.nn.Module):
+class Fp8Layer(GradientLayer):
     """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
@@ -86,28 +86,16 @@ class Fp8Layer(torch.nn.Module):
         return modes.is_compiling() and autocast.active() is None and not self._past_calls.is_empty
 
     def _project_in_fp8(
-        self,
-        call: RegionCall,
-        operands: Operands,
-        fp8_output: bool,
-        make_sink: Callable[[], WeightGradientSink] | None,
+        self, call: RegionCall, operands: Operands, fp8_output: bool
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-        """y (quantised with fp8_output) and the normalised tensor or None.
-
-        make_sink: makes what takes the gradients of weights and biases, if anything does.
-        """
-        is_plain = not fp8_output and make_sink is None and call.input is None
-        if modes.is_compiling() and call.region.text and is_plain:
+        """y (quantised with fp8_output) and the normalised tensor or None."""
+        if modes.is_compiling() and call.region.text and not fp8_output and call.input is None:
             call = self._checked(call, operands, fp8_output)
             return fp8_operator.by_operator(call, operands, self._number)
-        return modes.run_untraced(self._run_in_fp8)(call, operands, fp8_output, make_sink)
+        return modes.run_untraced(self._run_in_fp8)(call, operands, fp8_output)
 
     def _run_in_fp8(
-        self,
-        call: RegionCall,
-        operands: Operands,
-        fp8_output: bool,
-        make_sink: Callable[[], WeightGradientSink] | None,
+        self, call: RegionCall, operands: Operands, fp8_output: bool
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         _refuse_transforms()
         if operands.input.is_meta:
@@ -115,7 +103,7 @@ class Fp8Layer(torch.nn.Module):
         call = self._checked(call, operands, fp8_output)
         quantized_call, weight = self.begin_in_fp8(call, operands)
         if call.recorded:
-            sink = None if make_sink is None else make_sink()
+            sink = self._make_sink(call.is_first_microbatch) if self._hands_gradients_on() else None
             num_weights = len(operands.weights)
             return fp8_linear.Projected.apply(
                 quantized_call, weight, sink, num_weights, *operands.all
@@ -183,20 +171,20 @@ class Fp8Layer(torch.nn.Module):
             used = amaxes.UsedScales(self._fp8_states[name], recipe, region.group)
             region.used[self._slot, at] = used
 
-    def _calibrate(self, call: LinearCall) -> None:
+    def _calibrate(self, operands: Operands) -> None:
         """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
         region = autocast.calibration()
-        if region is not None and not call.operands.input.is_meta:
-            modes.run_untraced(self._record_amaxes)(call, region)
+        if region is not None and not operands.input.is_meta:
+            modes.run_untraced(self._record_amaxes)(operands, region)
 
-    def _record_amaxes(self, call: LinearCall, region: autocast.Region) -> None:
+    def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
         if modes.is_inside_backward():
             return  # a checkpoint runs the call again
         _refuse_transforms()
-        operands, recipe = call.operands, region.calibration
+        recipe, options = region.calibration, self.linear_options(torch.float32)
         with torch.no_grad(), outside_autocast(operands.input):
             quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=True)
-            normalized = kernels.forward(call.options, operands, torch.float32)[0]
+            normalized = kernels.forward(options, operands, torch.float32)[0]
             quantizers.record("input", as_rows(normalized))
             quantizers.record("weight", join(operands.weights))
         self._use_scales(region, recipe)
@@ -265,10 +253,7 @@ class Fp8Layer(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {
-            "_fp8_weight": None,
-            "_past_calls": PastCalls(),
-        }
+        return super().__getstate__() | {"_fp8_weight": None, "_past_calls": PastCalls()}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

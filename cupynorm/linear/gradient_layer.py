@@ -28,21 +28,15 @@ class GradientLayer(torch.nn.Module):
         self._delayed: deque[Callable[[], None]] = deque()
         self._data_parallel = DataParallel()
 
-    def _begin_forward(self, is_first_microbatch: bool | None) -> bool:
-        """Whether the layer hands its weight gradients on."""
+    def _begin_forward(self, is_first_microbatch: bool | None) -> None:
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
             self._begins_later = self._begins_later or not torch.is_grad_enabled()
-        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
 
     def _hands_gradients_on(self) -> bool:
-        """Whether a call now leaves weight gradients to main_grad or backward_dw().
-
-        The compiler then calls the layer untraced as a whole: torch 2.11 fails where the graph
-        breaks further inside, beside tuples that the traced part has made.
-        """
-        is_asked = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        parameters = (*self._weights(), *self._biases())
-        return is_asked and torch.is_grad_enabled() and wants_gradient(*parameters)
+        """Whether a call now leaves weight gradients to main_grad or backward_dw()."""
+        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            return False
+        return torch.is_grad_enabled() and wants_gradient(*self._weights(), *self._biases())
 
     def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
         weights, step = self._weights(), None
@@ -104,7 +98,32 @@ class GradientLayer(torch.nn.Module):
         """hook() runs at the end of each backward_dw()."""
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
+    # Parameters.
+
+    def _mark_parameters(self) -> None:
+        """Sets the attributes that Megatron reads."""
+        if self.delay_wgrad_compute:  # backward leaves no gradient of these
+            for parameter in (*self._weights(), *self._biases()):
+                parameter.skip_backward_post_hook = True
+
+    def _apply(self, function: Callable, recurse: bool = True) -> GradientLayer:
+        super()._apply(function, recurse)
+        self._mark_parameters()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._mark_parameters()  # a deep copy of a parameter loses its attributes
+
     def __getstate__(self) -> dict:
         """Without what belongs to a step of this module alone."""
-        own = {"_delayed": deque(), "_step": Step(False), "_begins_later": False}
-        return super().__getstate__() | own | {"_data_parallel": DataParallel()}
+        return self.__dict__ | {
+            "_delayed": deque(),
+            "_step": Step(False),
+            "_begins_later": False,
+            "_data_parallel": DataParallel(),
+        }

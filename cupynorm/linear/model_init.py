@@ -109,8 +109,3 @@ def fill(weight: Tensor, initialize: Callable[[Tensor], Any]) -> None:
     values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     initialize(values)
     weight.copy_(values)
-
-
-def plain_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """The weights for products that are not of 8-bit floats."""
-    return [each.dequantize() if isinstance(each, QuantizedWeight) else each for each in weights]

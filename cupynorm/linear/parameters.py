@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .gradient_layer import GradientLayer
 from .matrices import join
 from .model_init import begin_weights, fill
 
 
-class NormLinearParameters(torch.nn.Module):
+class NormLinearParameters(GradientLayer):
     """A module with the parameters of LayerNormLinear.
 
     layer_norm_weight, layer_norm_bias (None for RMSNorm), and weights and biases by weight_names
@@ -92,7 +93,7 @@ class NormLinearParameters(torch.nn.Module):
         return torch.cat(biases) if len(biases) > 1 else biases[0]
 
     def _mark_parameters(self) -> None:
-        """Sets the attributes that Megatron reads."""
+        super()._mark_parameters()
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):
             if parameter is not None:
                 parameter.sequence_parallel = False
@@ -102,8 +103,6 @@ class NormLinearParameters(torch.nn.Module):
         for parameter in split:
             parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = 0, 1
-        if self.delay_wgrad_compute:
-            mark_delayed((*self._weights(), *self._biases()))
 
     def _join_parameters(self) -> None:
         """Puts the parts into one storage again, after each was moved by itself."""
@@ -122,13 +121,11 @@ class NormLinearParameters(torch.nn.Module):
             for name in self.bias_names:
                 setattr(self, name, function(getattr(self, name)))
         self._join_parameters()
-        self._mark_parameters()
         return self
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._join_parameters()
-        self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -139,16 +136,6 @@ class NormLinearParameters(torch.nn.Module):
             part = destination.get(f"{prefix}{name}")
             if part.__class__ is Tensor and not part.is_meta and part.numel():
                 destination[f"{prefix}{name}"] = torch.from_dlpack(part)
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
-
-
-def mark_delayed(parameters: Iterable[Tensor]) -> None:
-    """Tells Megatron that backward leaves no gradient of these."""
-    for parameter in parameters:
-        parameter.skip_backward_post_hook = True
 
 
 def _initialize(weight: Tensor) -> None:

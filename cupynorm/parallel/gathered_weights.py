@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..gpu.arrays import type_in_words
 from ..linear.linear import Linear
-from ..linear.module import LayerNormLinear
 from ..linear.quantized_weight import QuantizedWeight
 from ..nn import quantization
 from ..nn.recipes import IN_BLOCKS, CurrentScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
+from .module import LayerNormLinear
 
 _aten = torch.ops.aten
 # What fully_shard makes a shard by, and what modules and state dicts do with one.

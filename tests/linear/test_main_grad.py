@@ -351,7 +351,7 @@ def test_weight_gradients_of_an_input_of_a_subclass(option):
 
 def test_tensors_elsewhere_and_arrays_are_refused():
     module, x = LayerNormLinear(24, 16, **CPU), torch.ones(3, 24)
-    with pytest.raises(ValueError, match="norm_weight is a torch tensor on cpu, input is .* meta"):
+    with pytest.raises(ValueError, match="weight is a torch tensor on cpu, input is .* meta"):
         module(x.to("meta"))
     given = (module.layer_norm_weight, module.layer_norm_bias, module.weight)
     with pytest.raises(
