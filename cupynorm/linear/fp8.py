@@ -28,8 +28,8 @@ from ..norm.quantized_tensor import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
 from .kernels import SavedNorm
-from .matrices import as_result, as_rows, concatenate, sum_rows, without_memory
-from .quantizers import Quantizers
+from .matrices import as_result, as_rows, concatenate, without_memory
+from .quantizers import Quantizers, transposed_factor
 from .weight_gradients import WeightGradientSink, WeightProduct
 
 # Whether the backward that runs may run again. Older versions of torch do not tell.
@@ -103,18 +103,11 @@ def forward(
     y = y.reshape(*operands.input.shape[:-1], y.shape[-1])
     scale, kept, kept_scale_inv = None, None, None
     if options.save_normalized:
-        kept, kept_scale_inv = rows.transposed, _transposed_scale_inv(rows)
+        kept, kept_scale_inv, *_ = transposed_factor(rows)
     elif recorded:
         scale = quantizers.scale_to_keep("input", rows)
-    saved = Saved(
-        mean,
-        rstd,
-        scale,
-        kept,
-        kept_scale_inv,
-        weight.transposed,
-        _transposed_scale_inv(weight),
-    )
+    transposed, scale_inv, *_ = transposed_factor(weight)
+    saved = Saved(mean, rstd, scale, kept, kept_scale_inv, transposed, scale_inv)
     return y, normalized.to(options.dtype) if options.return_normalized else None, saved
 
 
@@ -143,19 +136,8 @@ def _normalize(call: QuantizedCall, operands: Operands, *, recorded: bool) -> _N
         rows = quantizers.quantize("input", as_rows(values), transpose=transpose)
         return _Normalized(rows, values, mean, rstd)
     quantization, scale, amax = quantizers.of_normalized(transpose=transpose)
-    rows_of_input = operands._replace(input=as_rows(input))
-    rows, mean, rstd = kernels.forward_quantized(options, rows_of_input, quantization, scale, amax)
-    leading = input.shape[:-1]
-    mean = None if mean is None else mean.reshape(leading)
-    return _Normalized(rows, None, mean, rstd.reshape(leading))
-
-
-def _transposed_scale_inv(quantized: QuantizedTensor) -> Tensor:
-    return (
-        quantized.scale_inv
-        if quantized.transposed_scale_inv is None
-        else quantized.transposed_scale_inv
-    )
+    rows, mean, rstd = kernels.forward_quantized(options, operands, quantization, scale, amax)
+    return _Normalized(rows, None, mean, rstd)
 
 
 # Backward.
@@ -183,16 +165,9 @@ def backward(
     # Each tensor is freed before the next one is made, so that few exist at a time.
     data = transposed = dbias = None
     if rows is not None:
-        quantized, dbias = quantizers.quantize_gradient(
+        (data, transposed), dbias = quantizers.quantize_gradient(
             rows, biases[0].dtype if sums_rows else None
         )
-        data = Factor(
-            quantized.data, quantized.scale_inv, quantized.block_rows, quantized.block_cols
-        )
-        transposed = data._replace(
-            data=quantized.transposed, scale_inv=_transposed_scale_inv(quantized)
-        )
-        quantized = None
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(call, saved, data, operands.input, dnormalized)
     data, norm_gradients = None, (None, None, None)
@@ -222,7 +197,6 @@ def backward(
             parts = product(weights[0].dtype).split([len(each) for each in weights])
             dweights = [part.to(each.dtype) for part, each in zip(parts, weights)]
         if sums_rows:
-            dbias = sum_rows(rows, biases[0].dtype) if dbias is None else dbias
             dbiases = dbias.split([len(each) for each in biases])
     gradients = (*norm_gradients, *dweights, *dbiases)
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted))
@@ -233,8 +207,7 @@ def _dnormalized(
 ) -> Tensor:
     """The gradient of the normalised tensor: dy weight, and what comes from elsewhere."""
     dtype, quantizers = call.options.dtype, call.quantizers
-    weight = quantizers.transposed_weight(saved.weight, saved.weight_scale_inv)
-    total = multiply(dy, weight, dtype, is_exact=quantizers.is_exact)
+    total = quantizers.dnormalized(dy, saved.weight, saved.weight_scale_inv, dtype)
     if call.quantize_gradient:
         total = quantizers.quantize("grad_input", total).dequantize(dtype)
     total = total.reshape(input.shape)
@@ -281,8 +254,7 @@ class _WeightProduct:
                 quantized = quantizers.quantize("input", rows, transpose=True)
             else:
                 quantized = quantization.quantize(rows, self.scale, dtype, transpose=True)
-            return quantized.transposed, _transposed_scale_inv(quantized)
-        norm = norm._replace(x=as_rows(norm.x))
+            return transposed_factor(quantized)[:2]
         quantized = kernels.quantize_again(options, norm, name_of(dtype), self.scale)
         return quantized.transposed, quantized.scale_inv
 

@@ -16,7 +16,7 @@ from ..nn.quantization import transpose_data
 from ..nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from ..plan.problem import ceil_div
-from .quantizers import Quantizers
+from .quantizers import Quantizers, replaced
 
 _aten = torch.ops.aten
 _QUANTISED = (torch.float16, torch.bfloat16, torch.float32)
@@ -56,7 +56,8 @@ class QuantizedWeight(Tensor):
     @classmethod
     def of(cls, values: Tensor, recipe: Recipe) -> QuantizedWeight:
         """values, quantised."""
-        recipe = CurrentScaling(recipe.fp8_format) if _is_delayed(recipe) else recipe
+        if isinstance(recipe, DelayedScaling):
+            recipe = CurrentScaling(recipe.fp8_format)
         return cls(_quantize(values.detach(), recipe), recipe)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -105,8 +106,7 @@ class QuantizedWeight(Tensor):
             return kept
         scale_inv = kept.scale_inv.t().contiguous() if kept.block_rows else None
         transposed = transpose_data(kept.data)
-        tensors = {**_tensors(kept), "transposed": transposed, "transposed_scale_inv": scale_inv}
-        return _join(tensors, (kept.dtype, kept.block_rows, kept.block_cols))
+        return replaced(kept, transposed=transposed, transposed_scale_inv=scale_inv)
 
     def keep_initial(self, values: Tensor) -> None:
         """Keeps the first values as they were before they were quantised."""
@@ -149,10 +149,9 @@ class QuantizedWeight(Tensor):
     def _map(
         self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> QuantizedWeight:
-        kept = self.quantized
-        mapped = {name: function(each) for name, each in _tensors(kept).items()}
-        blocks = dtype or self.dtype, kept.block_rows, kept.block_cols
-        return QuantizedWeight(_join(mapped, blocks), self.recipe)
+        mapped = {name: function(each) for name, each in _tensors(self.quantized).items()}
+        made = replaced(self.quantized, **mapped, dtype=dtype or self.dtype)
+        return QuantizedWeight(made, self.recipe)
 
     def _copy(self, source: Tensor) -> QuantizedWeight:
         is_alike = isinstance(source, QuantizedWeight) and source.recipe == self.recipe
@@ -320,11 +319,7 @@ def _tensors(quantized: QuantizedTensor) -> dict[str, Tensor]:
 def _join(tensors: Mapping[str, Tensor], blocks: Sequence) -> QuantizedTensor:
     """blocks: dtype, block_rows, block_cols."""
     dtype, block_rows, block_cols = blocks
-    tensors = dict(tensors)
-    data, scale_inv = tensors.pop("data"), tensors.pop("scale_inv")
-    return QuantizedTensor(
-        data, scale_inv, dtype, **tensors, block_rows=block_rows, block_cols=block_cols
-    )
+    return QuantizedTensor(**tensors, dtype=dtype, block_rows=block_rows, block_cols=block_cols)
 
 
 def _quantize(values: Tensor, recipe: Recipe) -> QuantizedTensor:
@@ -365,10 +360,6 @@ def _without_memory(values: Tensor, recipe: Recipe) -> QuantizedTensor:
 def _is_whole(weight: QuantizedWeight, shape: Any, strides: Any, offset: int = 0) -> bool:
     """Whether as_strided with these arguments is the weight itself, as fully_shard asks for it."""
     return tuple(shape) == weight.shape and tuple(strides) == weight.stride() and not offset
-
-
-def _is_delayed(recipe: Recipe) -> bool:
-    return isinstance(recipe, DelayedScaling)
 
 
 def _scales_of(recipe: Recipe) -> str:

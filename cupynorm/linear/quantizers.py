@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ..gpu import arrays
 from ..nn import fp8, quantization
 from ..nn.dtypes import name_of
 from ..nn.fp8 import Scales
-from ..nn.products import Factor
+from ..nn.products import Factor, multiply
 from ..nn.recipes import (
     BLOCK_SIZE,
     E4M3,
@@ -26,11 +26,20 @@ from ..nn.recipes import (
 )
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
-from .matrices import as_rows
+from .matrices import as_rows, sum_rows
 
 # Tensors that have a scale, in TransformerEngine's order.
 FORWARD = ("input", "weight", "output")
 BACKWARD = ("grad_output", "grad_input")
+_FIELDS = (
+    "data",
+    "scale_inv",
+    "dtype",
+    "transposed",
+    "transposed_scale_inv",
+    "block_rows",
+    "block_cols",
+)
 
 
 class Delayed(NamedTuple):
@@ -42,6 +51,13 @@ class Delayed(NamedTuple):
 
     value: Tensor
     amax: Tensor | None
+
+
+class QuantizedGradient(NamedTuple):
+    """The gradient of y in 8-bit floats, as the two products of backward take it."""
+
+    data: Factor
+    transposed: Factor
 
 
 class Quantizers:
@@ -168,35 +184,33 @@ class Quantizers:
         if rows.transposed is not None:
             return rows
         if rows.block_rows is None:
-            transposed, scale_inv = quantization.transpose_data(rows.data), None
-        else:
-            values = rows.dequantize(torch.float32)
-            quantized = self.quantize("input", values, transpose=True)
-            transposed, scale_inv = quantized.transposed, quantized.transposed_scale_inv
-        return QuantizedTensor(
-            rows.data,
-            rows.scale_inv,
-            rows.dtype,
-            transposed=transposed,
-            transposed_scale_inv=scale_inv,
-            block_rows=rows.block_rows,
-            block_cols=rows.block_cols,
+            return replaced(rows, transposed=quantization.transpose_data(rows.data))
+        made = self.quantize("input", rows.dequantize(torch.float32), transpose=True)
+        return replaced(
+            rows, transposed=made.transposed, transposed_scale_inv=made.transposed_scale_inv
         )
 
     def quantize_gradient(
         self, dy: Tensor, sum_dtype: torch.dtype | None
-    ) -> tuple[QuantizedTensor, Tensor | None]:
-        """dy with its transposed copy, and its sums over rows or None.
-
-        The sums are made where sum_dtype is given and one kernel makes both.
-        """
+    ) -> tuple[QuantizedGradient, Tensor | None]:
+        """dy, [num_rows, out_features], in 8 bits; and its sums over rows if sum_dtype is given."""
         if isinstance(self.recipe, IN_BLOCKS) or sum_dtype is None:
-            return self.quantize("grad_output", dy, transpose=True), None
-        scale, amax = self.delayed("grad_output") or (None, None)
-        dtype = self.dtype("grad_output")
-        return quantization.quantize_and_sum(
-            dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
-        )
+            quantized = self.quantize("grad_output", dy, transpose=True)
+            sums = None if sum_dtype is None else sum_rows(dy, sum_dtype)
+        else:  # one kernel makes both
+            scale, amax = self.delayed("grad_output") or (None, None)
+            dtype = self.dtype("grad_output")
+            quantized, sums = quantization.quantize_and_sum(
+                dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
+            )
+        return QuantizedGradient(factor_of(quantized), transposed_factor(quantized)), sums
+
+    def dnormalized(
+        self, dy: Factor, weight: Tensor, weight_scale_inv: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """dy weight, [num_rows, in_features], in dtype. weight: the transposed copy."""
+        factor = self.transposed_weight(weight, weight_scale_inv)
+        return multiply(dy, factor, dtype, is_exact=self.is_exact)
 
 
 def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:
@@ -216,15 +230,26 @@ def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:
 def as_matrix(quantized: QuantizedTensor) -> QuantizedTensor:
     """An input that fits, as rows."""
     scale_inv = quantized.scale_inv
-    return QuantizedTensor(
-        as_rows(quantized.data),
-        scale_inv if quantized.block_rows is None else as_rows(scale_inv),
-        quantized.dtype,
-        transposed=quantized.transposed,
-        transposed_scale_inv=quantized.transposed_scale_inv,
-        block_rows=quantized.block_rows,
-        block_cols=quantized.block_cols,
-    )
+    scale_inv = scale_inv if quantized.block_rows is None else as_rows(scale_inv)
+    return replaced(quantized, data=as_rows(quantized.data), scale_inv=scale_inv)
+
+
+def replaced(quantized: QuantizedTensor, **fields: Any) -> QuantizedTensor:
+    """The same with other fields. Gradients of its values go nowhere."""
+    return QuantizedTensor(**{name: getattr(quantized, name) for name in _FIELDS} | fields)
+
+
+def factor_of(quantized: QuantizedTensor) -> Factor:
+    """A matrix as a product takes it."""
+    blocks = quantized.block_rows, quantized.block_cols
+    return Factor(quantized.data, quantized.scale_inv, *blocks)
+
+
+def transposed_factor(quantized: QuantizedTensor) -> Factor:
+    """Its transposed copy as a product takes it. One scale for all is that of the data too."""
+    scale_inv = quantized.transposed_scale_inv
+    scale_inv = quantized.scale_inv if scale_inv is None else scale_inv
+    return Factor(quantized.transposed, scale_inv, quantized.block_rows, quantized.block_cols)
 
 
 def states_of(

@@ -19,7 +19,8 @@ from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
 from ..linear.fold import Folded
 from ..linear.fp8 import QuantizedCall
-from ..linear.matrices import as_rows, concatenate, join, sum_rows
+from ..linear.matrices import concatenate, join, sum_rows
+from ..linear.quantizers import QuantizedGradient, transposed_factor
 from ..linear.weight_gradients import WeightProduct
 from ..nn import quantization
 from ..nn.dtypes import name_of
@@ -181,13 +182,6 @@ class FloatProducts:
         return WeightProduct(dy_rows, lambda: rows, reads=reads)
 
 
-class _Gradient(NamedTuple):
-    """dy in 8-bit floats, as both products take it."""
-
-    data: Factor
-    transposed: Factor
-
-
 class QuantizedProducts:
     """Products of 8-bit floats. Rows are QuantizedTensors of values in float32.
 
@@ -214,17 +208,13 @@ class QuantizedProducts:
 
     def normalize(self, operands: Operands) -> tuple[QuantizedTensor, Tensor | None, Tensor]:
         """Rows, mean and rstd."""
-        input, made = operands.input, self.quantizers.of_normalized(transpose=False)
-        of_rows = operands._replace(input=as_rows(input))
-        rows, mean, rstd = kernels.forward_quantized(self.options, of_rows, *made)
-        leading = input.shape[:-1]
-        return rows, None if mean is None else mean.reshape(leading), rstd.reshape(leading)
+        made = self.quantizers.of_normalized(transpose=False)
+        return kernels.forward_quantized(self.options, operands, *made)
 
     def normalize_again(self, operands: Operands, kept: Kept) -> Kept:
         """With the data of the forward, by its scale."""
         made = Quantization(name_of(self.quantizers.dtype("input")))
-        of_rows = operands._replace(input=as_rows(operands.input))
-        rows, _, _ = kernels.forward_quantized(self.options, of_rows, made, kept.scale, None)
+        rows, _, _ = kernels.forward_quantized(self.options, operands, made, kept.scale, None)
         return kept._replace(data=rows.data)
 
     def rows(self, values: Tensor) -> QuantizedTensor:
@@ -243,20 +233,20 @@ class QuantizedProducts:
         is_kept = self.options.save_normalized and not self._in_blocks
         return Kept(rows.data if is_kept else None, self.quantizers.scale_to_keep("input", rows))
 
-    def gather(self, rows: QuantizedTensor) -> Callable[[], QuantizedTensor]:
+    def gather(self, rows: QuantizedTensor | Factor) -> Callable[[], Factor]:
         data, scale_inv = self.split.gather_input(rows.data), Pending(rows.scale_inv)
         if self._in_blocks:
             scale_inv = self.split.gather_input(rows.scale_inv)
-        return lambda: QuantizedTensor(
-            data.wait(), scale_inv.wait(), rows.dtype, **_blocks_of(rows)
-        )
+        blocks = rows.block_rows, rows.block_cols
+        return lambda: Factor(data.wait(), scale_inv.wait(), *blocks)
 
     def gather_again(
         self, make_values: Callable[[torch.dtype], Tensor], kept: Kept
     ) -> Callable[[], Factor]:
         if self._in_blocks:
-            values = self.split.gather_input(make_values(self.value_dtype))
-            return lambda: self._along_columns(values.wait())
+            values, quantize = make_values(self.value_dtype), self.quantizers.quantize
+            values = self.split.gather_input(values)
+            return lambda: transposed_factor(quantize("input", values.wait(), transpose=True))
         data = kept.data
         if data is None:
             values, dtype = make_values(self.value_dtype), self.quantizers.dtype("input")
@@ -264,15 +254,11 @@ class QuantizedProducts:
         data = self.split.gather_input(data)
         return lambda: Factor(quantization.transpose_data(data.wait()), 1.0 / kept.scale)
 
-    def _along_columns(self, values: Tensor) -> Factor:
-        made = self.quantizers.quantize("input", values, transpose=True)
-        return Factor(made.transposed, made.transposed_scale_inv, **_blocks_of(made))
-
     def weight(self, weights: Sequence[Tensor]) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         weight = self._weight
         if weight.transposed is None:
             return weight, ()
-        return weight, (weight.transposed, _transposed_scale_inv(weight))
+        return weight, transposed_factor(weight)[:2]
 
     def project(
         self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
@@ -290,7 +276,7 @@ class QuantizedProducts:
         )
 
     def _project(
-        self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
+        self, rows: QuantizedTensor | Factor, weight: QuantizedTensor, bias: Tensor | None
     ) -> Tensor:
         is_exact = self.quantizers.is_exact
         return multiply(rows, weight, self.options.dtype, bias=bias, fast=True, is_exact=is_exact)
@@ -315,54 +301,43 @@ class QuantizedProducts:
             ranks,
         )
 
-    def _chunks_of(self, rows: QuantizedTensor | Factor, size: int) -> list[QuantizedTensor]:
+    def _chunks_of(self, rows: QuantizedTensor | Factor, size: int) -> list[Factor]:
         bits = rows.data.view(torch.uint8)
         data = [each.view(rows.data.dtype) for each in overlap.chunks_of(bits, size)]
         scales = [rows.scale_inv] * len(data)
         if self._in_blocks:  # of which each row has its own
             scales = overlap.chunks_of(rows.scale_inv, size)
-        return [
-            QuantizedTensor(each, scale_inv, torch.float32, **_blocks_of(rows))
-            for each, scale_inv in zip(data, scales)
-        ]
+        blocks = rows.block_rows, rows.block_cols
+        return [Factor(*each, *blocks) for each in zip(data, scales)]
 
     def gradient(
         self, dy: Tensor, sum_dtype: torch.dtype | None
-    ) -> tuple[_Gradient, Tensor | None]:
-        made, sums = self.quantizers.quantize_gradient(dy, sum_dtype)
-        if sum_dtype is not None and sums is None:
-            sums = sum_rows(dy, sum_dtype)
-        blocks = _blocks_of(made)
-        transposed = Factor(made.transposed, _transposed_scale_inv(made), **blocks)
-        return _Gradient(Factor(made.data, made.scale_inv, **blocks), transposed), sums
+    ) -> tuple[QuantizedGradient, Tensor | None]:
+        return self.quantizers.quantize_gradient(dy, sum_dtype)
 
     def dnormalized(
-        self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
+        self, dy: QuantizedGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor:
-        return self._multiply_back(dy.data, saved)
+        return self.quantizers.dnormalized(dy.data, *saved, self.options.dtype)
 
     def dnormalized_of_ranks(
-        self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
+        self, dy: QuantizedGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Pending | PendingChunks:
         split = self.split
         if not split.cuts_scatter(len(dy.data.data), saved[0]):
-            return split.reduce(self._multiply_back(dy.data, saved))
+            return split.reduce(self.dnormalized(dy, weights, saved))
         weight = self.quantizers.transposed_weight(*saved)
         return self._multiply_and_scatter(dy.data, weight, fast=False)
-
-    def _multiply_back(self, dy: Factor, saved: Sequence[Tensor]) -> Tensor:
-        weight, is_exact = self.quantizers.transposed_weight(*saved), self.quantizers.is_exact
-        return multiply(dy, weight, self.options.dtype, is_exact=is_exact)
 
     def round(self, dnormalized: Tensor) -> Tensor:
         if not self._call.quantize_gradient:
             return dnormalized
         return self.quantizers.quantize("grad_input", dnormalized).dequantize(self.options.dtype)
 
-    def dweight(self, dy: _Gradient, rows: Factor, dtype: torch.dtype) -> Tensor:
+    def dweight(self, dy: QuantizedGradient, rows: Factor, dtype: torch.dtype) -> Tensor:
         return multiply(dy.transposed, rows, dtype, is_exact=self.quantizers.is_exact)
 
-    def for_sink(self, dy_rows: Tensor, dy: _Gradient, rows: Factor) -> WeightProduct:
+    def for_sink(self, dy_rows: Tensor, dy: QuantizedGradient, rows: Factor) -> WeightProduct:
         return WeightProduct(dy_rows, make_dweight=lambda dtype: self.dweight(dy, rows, dtype))
 
 
@@ -370,12 +345,3 @@ def joined_bias(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     """The parts of the bias together, in a dtype; None of no parts."""
     bias = concatenate(biases)
     return None if bias is None else bias.to(dtype)
-
-
-def _blocks_of(made: QuantizedTensor | Factor) -> dict[str, Any]:
-    """The extents of its blocks."""
-    return {"block_rows": made.block_rows, "block_cols": made.block_cols}
-
-
-def _transposed_scale_inv(made: QuantizedTensor) -> Tensor:
-    return made.scale_inv if made.transposed_scale_inv is None else made.transposed_scale_inv
