@@ -20,7 +20,7 @@ from ..norm.prepared import FOR_STATISTICS_ALONE
 from . import few_rows, fold, kernels, one_kernel
 from .call import GRADIENTS, LinearBackwardCall, LinearCall, LinearOptions
 from .kernels import SavedNorm
-from .matrices import as_rows
+from .matrices import as_rows, split_like
 from .norms import KERNELS, Norms
 from .weight_gradients import WeightGradientSink, WeightProduct
 
@@ -125,8 +125,7 @@ def gradients(
     # Each tensor is freed before the next one is made, so that few exist at a time.
     dbiases: Sequence[Tensor | None] = [None] * len(biases)
     if rows is not None and sink is None and any(wants_biases):
-        sizes = [len(part) for part in biases]
-        dbiases = norms.sum_rows(rows, biases[0].dtype).split(sizes)
+        dbiases = split_like(norms.sum_rows(rows, biases[0].dtype), biases)
     dx, dnorm_weight, dnorm_bias = dsum, None, None
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(rows, saved, dnormalized)
@@ -153,9 +152,7 @@ def gradients(
     elif wants_normalized:
         if normalized is None:
             normalized = norms.normalize(options, saved.norm.operands)
-        dweight = rows.t() @ as_rows(normalized)
-        parts = dweight.split([len(part) for part in weights])
-        dweights = [each.to(part.dtype) for each, part in zip(parts, weights)]
+        dweights = split_like(rows.t() @ as_rows(normalized), weights)
     all_gradients = (dx, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases)
     return tuple(
         gradient if is_wanted else None for gradient, is_wanted in zip(all_gradients, wanted)

@@ -28,7 +28,7 @@ from ..norm.quantized_tensor import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
 from .kernels import SavedNorm
-from .matrices import as_result, as_rows, concatenate, without_memory
+from .matrices import as_result, as_rows, concatenate, split_like, without_memory
 from .quantizers import Quantizers, transposed_factor
 from .weight_gradients import WeightGradientSink, WeightProduct
 
@@ -194,10 +194,9 @@ def backward(
         dweights, dbiases = sink.take(weight_product, wants_parts)
     elif rows is not None:
         if any(wants_weights):
-            parts = product(weights[0].dtype).split([len(each) for each in weights])
-            dweights = [part.to(each.dtype) for part, each in zip(parts, weights)]
+            dweights = split_like(product(weights[0].dtype), weights)
         if sums_rows:
-            dbiases = dbias.split([len(each) for each in biases])
+            dbiases = split_like(dbias, biases)
     gradients = (*norm_gradients, *dweights, *dbiases)
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted))
 

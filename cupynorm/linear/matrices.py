@@ -58,6 +58,12 @@ def join(parts: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided(shape, first.stride())
 
 
+def split_like(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """A tensor cut along rows into the sizes of parts, each in its part's dtype."""
+    cut = joined.split([len(part) for part in parts])
+    return [each.to(part.dtype) for each, part in zip(cut, parts)]
+
+
 def concatenate(parts: Sequence[Tensor]) -> Tensor | None:
     """Parts concatenated along rows, detached, by torch operations alone; None of no parts."""
     if len(parts) < 2:

@@ -20,9 +20,8 @@ from ..linear.kernels import SavedNorm
 from ..linear.matrices import as_rows, join
 from ..linear.weight_gradients import WeightGradientSink
 from ..norm.prepared import FOR_STATISTICS
-from .products import FloatProducts, Kept, Products, joined_bias
+from .products import FloatProducts, Kept, Products, joined_bias, weight_gradients
 from .ranks import together
-from .weights import Arrived, weight_gradients
 
 
 def forward(
@@ -98,37 +97,31 @@ def backward(
     wants_norm, wants_parts = wanted[:3], wanted[3:]
     wants_weight = any(wants_parts[: len(weights)])
 
-    def values(dtype: torch.dtype) -> Tensor:
+    def make_values(dtype: torch.dtype) -> Tensor:
         return as_rows(kernels.forward(products.options, norm.operands, dtype)[0])
 
-    gathering = reduction = made = dbias = None
-    wants_reach = any(wants_norm)
+    gathering = reduction = gradient = None
+    wants_dnormalized = any(wants_norm)
     if dy is not None:
-        rows = as_rows(dy)
         if wants_weight:
             kept = Kept(data, scale)
             if data is None and products.fuses_norm(input):
                 kept = products.normalize_again(norm.operands, kept)
-            gathering = products.gather_again(values, kept)
-        sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
-        made, dbias = products.gradient(rows, sums)
+            gathering = products.gather_again(make_values, kept)
+        sum_dtype = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
+        gradient = products.gradient(as_rows(dy), sum_dtype)
     if dnormalized is not None and split.gathered:
         # Each rank's copy of the gathered tensor is a tensor of its own: the gradients are added.
-        if wants_reach:
+        if wants_dnormalized:
             total = as_rows(dnormalized)
             if dy is not None:
-                total = total + products.dnormalized(made, weights, saved_weight)
+                total = total + products.dnormalized(gradient.taken, weights, saved_weight)
             reduction = split.reduce(total)
         dnormalized = None
-    elif dy is not None and wants_reach:
-        reduction = products.dnormalized_of_ranks(made, weights, saved_weight)
-    dparts = [None] * (len(weights) + len(biases))
-    if dy is not None:
-        normalized = None if gathering is None else gathering()
-        of_dy = Arrived(rows, made, dbias)
-        dparts = weight_gradients(products, operands, of_dy, normalized, wants_parts, sink)
-    elif sink is not None:
-        sink.take_nothing()
+    elif dy is not None and wants_dnormalized:
+        reduction = products.dnormalized_of_ranks(gradient.taken, weights, saved_weight)
+    normalized = None if gathering is None else gathering()
+    dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
 
     if reduction is not None:
         total = reduction.wait()
@@ -137,7 +130,7 @@ def backward(
     else:
         total = dnormalized
     of_norm: list[Tensor | None] = [None] * 3
-    if total is not None and wants_reach:
+    if total is not None and wants_dnormalized:
         of_norm = list(
             kernels.backward(
                 products.options,
@@ -151,8 +144,8 @@ def backward(
     if split.reduces_norm and split.gathers_input:
         places = [at for at in (1, 2) if of_norm[at] is not None]
         if places:
-            made = together([of_norm[at] for at in places], split.ranks.all_reduce)
-            for at, each in zip(places, made):
+            sums = together([of_norm[at] for at in places], split.ranks.all_reduce)
+            for at, each in zip(places, sums):
                 of_norm[at] = each
-    made = (*of_norm, *dparts)
-    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+    gradients = zip((*of_norm, *dparts), wanted)
+    return tuple(each if is_wanted else None for each, is_wanted in gradients)

@@ -127,7 +127,7 @@ def gather_in_chunks(
     return torch.cat(made, 1).flatten(0, 1)
 
 
-class PendingChunks:
+class PendingChunks(Pending):
     """Chunks of one result, each of a collective that may still run."""
 
     def __init__(self, chunks: Sequence[Pending]) -> None:

@@ -19,9 +19,9 @@ from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
 from ..linear.fold import Folded
 from ..linear.fp8 import QuantizedCall
-from ..linear.matrices import concatenate, join, sum_rows
+from ..linear.matrices import concatenate, join, split_like, sum_rows
 from ..linear.quantizers import QuantizedGradient, transposed_factor
-from ..linear.weight_gradients import WeightProduct
+from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
@@ -29,7 +29,6 @@ from ..nn.recipes import IN_BLOCKS
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
 from . import overlap
-from .overlap import PendingChunks
 from .ranks import Pending
 from .split import Split
 
@@ -42,6 +41,18 @@ class Kept(NamedTuple):
 
     data: Tensor | None
     scale: Tensor | None
+
+
+class OutputGradient(NamedTuple):
+    """The gradient of y.
+
+    rows: as it came, [num_rows, out_features]. taken: as the products take it.
+    sums: over rows, [out_features], or None.
+    """
+
+    rows: Tensor
+    taken: Any
+    sums: Tensor | None
 
 
 class Products(Protocol):
@@ -76,11 +87,11 @@ class Products(Protocol):
     def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor:
         """y of the Rows of all ranks, which it gathers."""
 
-    def project_part(self, rows: Any, weight: Any) -> Pending | PendingChunks:
+    def project_part(self, rows: Any, weight: Any) -> Pending:
         """The sum over ranks of the products of their columns: all rows of it, or this rank's."""
 
-    def gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[Any, Tensor | None]:
-        """dy as the products take it, and its sums over rows if sum_dtype is given."""
+    def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
+        """Of the rows of dy; with their sums if sum_dtype is given."""
 
     def dnormalized(
         self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
@@ -88,7 +99,7 @@ class Products(Protocol):
 
     def dnormalized_of_ranks(
         self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending | PendingChunks:
+    ) -> Pending:
         """The same summed over ranks: all rows of it, or this rank's."""
 
     def round(self, dnormalized: Tensor) -> Tensor:
@@ -96,8 +107,8 @@ class Products(Protocol):
 
     def dweight(self, dy: Any, rows: Any, dtype: torch.dtype) -> Tensor: ...
 
-    def for_sink(self, dy_rows: Tensor, dy: Any, rows: Any) -> WeightProduct:
-        """The weight's gradient as a WeightGradientSink takes it. dy_rows: dy as it came."""
+    def for_sink(self, dy: OutputGradient, rows: Any) -> WeightProduct:
+        """The weight's gradient as a WeightGradientSink takes it."""
 
 
 class FloatProducts:
@@ -145,27 +156,27 @@ class FloatProducts:
             waits, lambda chunk: functional.linear(chunk, weight, bias), split.ranks.size
         )
 
-    def project_part(self, rows: Tensor, weight: Tensor) -> Pending | PendingChunks:
+    def project_part(self, rows: Tensor, weight: Tensor) -> Pending:
         if self.split.cuts_scatter(len(rows), weight):
             return self._multiply_and_scatter(rows, weight.t())
         return self.split.reduce_output(functional.linear(rows, weight))
 
-    def _multiply_and_scatter(self, a: Tensor, b: Tensor) -> Pending | PendingChunks:
+    def _multiply_and_scatter(self, a: Tensor, b: Tensor) -> Pending:
         ranks = self.split.ranks
         if ranks.shares_memory and len(a):
             return Pending(overlap.multiply_and_scatter(a, b, ranks))
         chunks = overlap.chunks_of(a, ranks.size)
         return overlap.reduce_in_chunks(chunks, lambda chunk: chunk @ b, ranks)
 
-    def gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-        return dy, None if sum_dtype is None else sum_rows(dy, sum_dtype)
+    def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
+        return OutputGradient(rows, rows, None if sum_dtype is None else sum_rows(rows, sum_dtype))
 
     def dnormalized(self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
         return dy @ self.weight(weights)[0]
 
     def dnormalized_of_ranks(
         self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending | PendingChunks:
+    ) -> Pending:
         weight = self.weight(weights)[0]
         if self.split.cuts_scatter(len(dy), weight):
             return self._multiply_and_scatter(dy, weight)
@@ -177,9 +188,8 @@ class FloatProducts:
     def dweight(self, dy: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dy.t() @ rows
 
-    def for_sink(self, dy_rows: Tensor, dy: Tensor, rows: Tensor) -> WeightProduct:
-        reads = {"the normalised tensor": rows}
-        return WeightProduct(dy_rows, lambda: rows, reads=reads)
+    def for_sink(self, dy: OutputGradient, rows: Tensor) -> WeightProduct:
+        return WeightProduct(dy.rows, lambda: rows, reads={"the normalised tensor": rows})
 
 
 class QuantizedProducts:
@@ -281,16 +291,14 @@ class QuantizedProducts:
         is_exact = self.quantizers.is_exact
         return multiply(rows, weight, self.options.dtype, bias=bias, fast=True, is_exact=is_exact)
 
-    def project_part(
-        self, rows: QuantizedTensor, weight: QuantizedTensor
-    ) -> Pending | PendingChunks:
+    def project_part(self, rows: QuantizedTensor, weight: QuantizedTensor) -> Pending:
         if not self.split.cuts_scatter(len(rows.data), weight.data):
             return self.split.reduce_output(self._project(rows, weight, None))
         return self._multiply_and_scatter(rows, weight, fast=True)
 
     def _multiply_and_scatter(
         self, a: QuantizedTensor | Factor, b: QuantizedTensor | Factor, *, fast: bool
-    ) -> Pending | PendingChunks:
+    ) -> Pending:
         ranks, dtype = self.split.ranks, self.options.dtype
         if overlap.multiplies_scaled(a, b, ranks):
             return Pending(overlap.multiply_scaled_and_scatter(a, b, dtype, ranks, fast=fast))
@@ -310,10 +318,8 @@ class QuantizedProducts:
         blocks = rows.block_rows, rows.block_cols
         return [Factor(*each, *blocks) for each in zip(data, scales)]
 
-    def gradient(
-        self, dy: Tensor, sum_dtype: torch.dtype | None
-    ) -> tuple[QuantizedGradient, Tensor | None]:
-        return self.quantizers.quantize_gradient(dy, sum_dtype)
+    def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
+        return OutputGradient(rows, *self.quantizers.quantize_gradient(rows, sum_dtype))
 
     def dnormalized(
         self, dy: QuantizedGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
@@ -322,7 +328,7 @@ class QuantizedProducts:
 
     def dnormalized_of_ranks(
         self, dy: QuantizedGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending | PendingChunks:
+    ) -> Pending:
         split = self.split
         if not split.cuts_scatter(len(dy.data.data), saved[0]):
             return split.reduce(self.dnormalized(dy, weights, saved))
@@ -337,8 +343,39 @@ class QuantizedProducts:
     def dweight(self, dy: QuantizedGradient, rows: Factor, dtype: torch.dtype) -> Tensor:
         return multiply(dy.transposed, rows, dtype, is_exact=self.quantizers.is_exact)
 
-    def for_sink(self, dy_rows: Tensor, dy: QuantizedGradient, rows: Factor) -> WeightProduct:
-        return WeightProduct(dy_rows, make_dweight=lambda dtype: self.dweight(dy, rows, dtype))
+    def for_sink(self, dy: OutputGradient, rows: Factor) -> WeightProduct:
+        def make_dweight(dtype: torch.dtype) -> Tensor:
+            return self.dweight(dy.taken, rows, dtype)
+
+        return WeightProduct(dy.rows, make_dweight=make_dweight)
+
+
+def weight_gradients(
+    products: Products,
+    operands: Operands,
+    dy: OutputGradient | None,
+    normalized: Any,
+    wanted: Sequence[bool],
+    sink: WeightGradientSink | None,
+) -> list[Tensor | None]:
+    """The gradients of *weights, *biases, or what autograd gets where a sink takes them.
+
+    normalized: the Rows of the product; None where no weight's gradient is wanted.
+    """
+    weights, biases = operands.weights, operands.biases
+    if sink is not None and dy is not None:
+        dweights, dbiases = sink.take(products.for_sink(dy, normalized), wanted)
+        return [*dweights, *dbiases]
+    dweights, dbiases = [None] * len(weights), [None] * len(biases)
+    if sink is not None:
+        sink.take_nothing()
+    elif dy is not None:
+        if normalized is not None:
+            dweight = products.dweight(dy.taken, normalized, weights[0].dtype)
+            dweights = split_like(dweight, weights)
+        if dy.sums is not None:
+            dbiases = split_like(dy.sums, biases)
+    return [*dweights, *dbiases]
 
 
 def joined_bias(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:

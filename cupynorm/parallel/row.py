@@ -24,8 +24,7 @@ from ..nn import row_statistics
 from ..nn.dtypes import name_of
 from ..norm.split_calls import SplitNorm
 from ..norm.split_rows import OfPart, Wanted
-from .products import Kept, Products, joined_bias
-from .weights import Arrived, weight_gradients
+from .products import Kept, Products, joined_bias, weight_gradients
 
 
 def forward(
@@ -73,20 +72,20 @@ def backward(
     wants_weight = any(wants_parts[: len(weights)])
     norm, of_part = _norm(products, input), _of_part(operands)._replace(statistics=statistics)
 
-    def values(dtype: torch.dtype) -> Tensor:
+    def make_values(dtype: torch.dtype) -> Tensor:
         return row_statistics.normalize(of_part, norm, dtype)[0]
 
-    total = rows = made = dbias = normalized = None
+    total = gradient = normalized = None
     if dy is not None:
         gathering = split.ranks.gather(as_rows(dy)) if split.sequence_parallel else None
         if wants_weight:
             # The rows of normalized are this rank's alone: nothing is gathered.
-            normalized = products.gather_again(values, Kept(data, scale))()
+            normalized = products.gather_again(make_values, Kept(data, scale))()
         rows = as_rows(dy) if gathering is None else gathering.wait()
-        sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
-        made, dbias = products.gradient(rows, sums)
+        sum_dtype = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
+        gradient = products.gradient(rows, sum_dtype)
         if any(wants_norm):
-            total = products.round(products.dnormalized(made, weights, saved_weight))
+            total = products.round(products.dnormalized(gradient.taken, weights, saved_weight))
     if dnormalized is not None:
         dnormalized = as_rows(dnormalized)
         total = dnormalized if total is None else total + dnormalized
@@ -94,12 +93,7 @@ def backward(
     of_total = of_part._replace(bias=None, dy=total)
     if total is not None and wants_norm[0]:
         reduction = split.ranks.all_reduce(row_statistics.sums_of_part(of_total, norm))
-    dparts = [None] * (len(weights) + len(biases))
-    if dy is not None:
-        of_dy = Arrived(rows, made, dbias)
-        dparts = weight_gradients(products, operands, of_dy, normalized, wants_parts, sink)
-    elif sink is not None:
-        sink.take_nothing()
+    dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
 
     of_norm: tuple[Tensor | None, ...] = (None, None, None)
     if total is not None and any(wants_norm):
@@ -111,8 +105,8 @@ def backward(
         of_norm = row_statistics.gradients(of_total, norm, Wanted(*dtypes))
     dx, *of_parameters = of_norm
     dx = None if dx is None else dx.reshape(input.shape)
-    every = (dx, *of_parameters, *dparts)
-    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(every, wanted))
+    gradients = zip((dx, *of_parameters, *dparts), wanted)
+    return tuple(each if is_wanted else None for each, is_wanted in gradients)
 
 
 def _norm(products: Products, input: Tensor) -> SplitNorm:
