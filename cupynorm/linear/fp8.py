@@ -28,7 +28,7 @@ from ..norm.quantized_tensor import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
 from .kernels import SavedNorm
-from .matrices import as_result, as_rows, concatenate, split_like, without_memory
+from .matrices import as_result, as_rows, join, split_like, without_memory
 from .quantizers import Quantizers, transposed_factor
 from .weight_gradients import WeightGradientSink, WeightProduct
 
@@ -94,7 +94,7 @@ def forward(
     """
     options, quantizers = call.options, call.quantizers
     rows, normalized, mean, rstd = _normalize(call, operands, recorded=recorded)
-    bias = concatenate(operands.biases)
+    bias = join(operands.biases)
     bias = None if bias is None else bias.to(options.dtype)
     # The scales of an input that was given in 8 bits may be no powers of two, except in MXFP8.
     is_exact = call.input is None or rows.scale_inv.dtype == torch.uint8

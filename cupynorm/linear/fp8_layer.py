@@ -159,8 +159,9 @@ class Fp8Layer(GradientLayer):
             scale=scale,
             is_compiled=is_compiled,
         )
-        quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
-        quantized_call = quantized_call._replace(input=call.input)
+        quantized_call = fp8_linear.QuantizedCall(
+            call.options, quantizers, call.quantize_gradient, call.input
+        )
         if isinstance(recipe, DelayedScaling) and keeps:
             self._use_scales(region, recipe)
         return quantized_call, self._quantized_weight(call, operands, quantizers)
@@ -194,12 +195,6 @@ class Fp8Layer(GradientLayer):
         call adds its amaxes to the history of delayed scaling."""
         states = states_of(self._fp8_states, recipe, device, keeps_amaxes=keeps_amaxes)
         return Quantizers(recipe, states, keeps_amaxes)
-
-    def quantized_call(
-        self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool
-    ) -> fp8_linear.QuantizedCall:
-        """What a call of linear/fp8.py needs beside its operands."""
-        return fp8_linear.QuantizedCall(options, quantizers, quantize_gradient)
 
     def _quantized_weight(
         self, call: RegionCall, operands: Operands, quantizers: Quantizers

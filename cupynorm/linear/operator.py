@@ -24,7 +24,7 @@ from ..norm.request import Options
 from . import compute
 from .call import LinearCall, LinearOptions, Operands, check
 from .kernels import SavedNorm, forward_request
-from .matrices import join
+from .matrices import concatenate, join
 from .norms import OPERATORS
 
 _library = torch.library.Library("cupynorm", "FRAGMENT")
@@ -168,8 +168,7 @@ def _run_by_torch_operations(*values: Any) -> tuple[Tensor, ...]:
     operands, dtype, empty = arguments.operands, arguments.dtype, arguments.input.new_empty
     options = arguments.options(arguments.sm_margin)
     outputs = decompositions.forward(forward_request(options, operands, dtype))
-    weight = torch.cat(list(operands.weights)).to(dtype)
-    bias = torch.cat(list(operands.biases)).to(dtype) if operands.biases else None
+    weight, bias = concatenate(operands.weights, dtype), concatenate(operands.biases, dtype)
     return (
         functional.linear(outputs.y, weight, bias),
         outputs.y if arguments.has_normalized else empty(0),
@@ -218,7 +217,7 @@ def _differentiate(ctx, dy, dnormalized, _dmean, _drstd, dsum):
     if torch.is_grad_enabled():
         normalized = None
     with outside_autocast(norm.x):
-        weight = (torch.cat(weights) if num_weights > 1 else weights[0]).to(ctx.options.dtype)
+        weight = concatenate(weights, ctx.options.dtype)
         saved = compute.Saved(norm, normalized, weight, weights, biases)
         incoming = compute.Incoming(dy, dnormalized, dsum)
         gradients = compute.gradients(OPERATORS, ctx.options, saved, incoming, wanted)

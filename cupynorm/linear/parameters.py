@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .gradient_layer import GradientLayer
-from .matrices import join
+from .matrices import concatenate, join
 from .model_init import begin_weights, fill
 
 
@@ -87,10 +87,8 @@ class NormLinearParameters(GradientLayer):
 
     def _returned_bias(self, inp: Tensor, dtype: torch.dtype) -> Tensor:
         """The bias that return_bias returns, in a dtype; empty without one."""
-        biases = [each.to(dtype) for each in self._biases()]
-        if not biases:
-            return inp.new_empty(0, dtype=dtype)
-        return torch.cat(biases) if len(biases) > 1 else biases[0]
+        bias = concatenate(self._biases(), dtype)
+        return inp.new_empty(0, dtype=dtype) if bias is None else bias
 
     def _mark_parameters(self) -> None:
         super()._mark_parameters()

@@ -19,7 +19,7 @@ from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
 from ..linear.fold import Folded
 from ..linear.fp8 import QuantizedCall
-from ..linear.matrices import concatenate, join, split_like, sum_rows
+from ..linear.matrices import join, split_like, sum_rows
 from ..linear.quantizers import QuantizedGradient, transposed_factor
 from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization
@@ -380,5 +380,5 @@ def weight_gradients(
 
 def joined_bias(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     """The parts of the bias together, in a dtype; None of no parts."""
-    bias = concatenate(biases)
+    bias = join(biases)
     return None if bias is None else bias.to(dtype)

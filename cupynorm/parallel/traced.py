@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..linear.call import LinearCall
+from ..linear.matrices import concatenate
 from ..linear.norms import normalize_and_add
 from ..nn import formulas
 from .split import Split
@@ -28,8 +29,7 @@ def project(call: LinearCall, split: Split) -> tuple[Tensor, Tensor | None]:
     operands, options = call
     name, size = split.ranks.group.group_name, split.ranks.size
     weight, bias = (
-        None if not parts else (torch.cat(parts) if len(parts) > 1 else parts[0]).to(options.dtype)
-        for parts in (operands.weights, operands.biases)
+        concatenate(parts, options.dtype) for parts in (operands.weights, operands.biases)
     )
     if split.mode == "row":
         normalized = _normalize_split_rows(call, name, size)

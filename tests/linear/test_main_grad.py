@@ -390,6 +390,10 @@ def test_splits_in_autocast_of_the_other_16_bit_dtype(return_bias, recipe):
     assert x.grad.abs().sum() > 0 and all(
         each.grad.dtype == torch.float16 for each in module._weights()
     )
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, mapped = (run(x) for run in (module, torch.func.vmap(module)))
+    expected, mapped = (made[0] if return_bias else made for made in (expected, mapped))
+    torch.testing.assert_close(mapped, expected, rtol=2.0**-7, atol=2.0**-7)
 
 
 def test_weight_gradients_under_a_dispatch_mode():
