@@ -103,7 +103,7 @@ class Fp8Layer(GradientLayer):
         call = self._checked(call, operands, fp8_output)
         quantized_call, weight = self.begin_in_fp8(call, operands)
         if call.recorded:
-            sink = self._make_sink(call.is_first_microbatch) if self._hands_gradients_on() else None
+            sink = self._make_sink(call.is_first_microbatch) if self._has_sink() else None
             num_weights = len(operands.weights)
             return fp8_linear.Projected.apply(
                 quantized_call, weight, sink, num_weights, *operands.all

@@ -32,8 +32,8 @@ class GradientLayer(torch.nn.Module):
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
             self._begins_later = self._begins_later or not torch.is_grad_enabled()
 
-    def _hands_gradients_on(self) -> bool:
-        """Whether a call now leaves weight gradients to main_grad or backward_dw()."""
+    def _has_sink(self) -> bool:
+        """Whether a WeightGradientSink takes the weight gradients of a call now."""
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
             return False
         return torch.is_grad_enabled() and wants_gradient(*self._weights(), *self._biases())

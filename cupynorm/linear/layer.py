@@ -41,7 +41,7 @@ class LinearLayer(Fp8Layer):
         the traced part has made.
         """
         return modes.is_compiling() and (
-            self._has_8_bit_weights() or self._needs_eager() or self._hands_gradients_on()
+            self._has_8_bit_weights() or self._needs_eager() or self._has_sink()
         )
 
     def _call(
@@ -77,7 +77,7 @@ class LinearLayer(Fp8Layer):
         if isinstance(operands.weights[0], QuantizedWeight):
             operands = operands._replace(weights=[operands.weights[0].dequantize()])
         self._calibrate(operands)
-        if self._hands_gradients_on():
+        if self._has_sink():
             return modes.run_untraced(self._project_to_sink)(operands, is_first_microbatch)
         return self._project(operands, is_first_microbatch)
 

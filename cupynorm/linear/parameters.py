@@ -23,6 +23,7 @@ class NormLinearParameters(GradientLayer):
     """
 
     rng_tracker_name: str | None = None
+    _num_out_shards = 1  # ranks that share the rows of the linear weight
 
     def _make_parameters(
         self,
@@ -31,7 +32,8 @@ class NormLinearParameters(GradientLayer):
         dtype: torch.dtype | None,
     ) -> None:
         in_features, out_features = self.in_features, self.out_features
-        names, self.parameter_split_sizes = _splits(split, out_features)
+        num_ranks = self._num_out_shards
+        names, self.parameter_split_sizes = _splits(split, out_features * num_ranks, num_ranks)
         self.weight_names = [f"{name}weight" for name in names]
         self.bias_names = [f"{name}bias" for name in names]
 
@@ -141,11 +143,14 @@ def _initialize(weight: Tensor) -> None:
 
 
 def _splits(
-    parameters: Sequence[str] | Mapping[str, int] | None, out_features: int
+    parameters: Sequence[str] | Mapping[str, int] | None, out_features: int, num_ranks: int
 ) -> tuple[list[str], list[int]]:
-    """What precedes "weight" in the names of the parts, and the parts' sizes."""
+    """What precedes "weight" in the names of the parts, and the rows that a rank has of each.
+
+    parameters, out_features: of the whole layer, which num_ranks share.
+    """
     if parameters is None:
-        return [""], [out_features]
+        return [""], [out_features // num_ranks]
     wrong = f"parameters_split is {parameters!r}"
     if not isinstance(parameters, Sequence | Mapping):
         raise TypeError(f"{wrong}; expected names, or a dict of names and sizes")
@@ -170,6 +175,12 @@ def _splits(
     if sum(sizes) != out_features:
         raise ValueError(
             f"parameters_split has sizes {sizes}, {sum(sizes)} together; "
-            f"expected out_features, {out_features}"
+            f"expected out_features{' of all ranks' * (num_ranks > 1)}, {out_features}"
         )
-    return [f"{stem}_" for stem in stems], sizes
+    for name, size in zip(names, sizes):
+        if size % num_ranks:
+            raise ValueError(
+                f"{name} of parameters_split has {size} rows and tp_size is {num_ranks}; "
+                f"expected a multiple of {num_ranks}"
+            )
+    return [f"{stem}_" for stem in stems], [size // num_ranks for size in sizes]

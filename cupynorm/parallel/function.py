@@ -33,7 +33,7 @@ def project(
         return Sharded.apply(products, sink, len(operands.weights), *operands.all)
     with torch.no_grad(), outside_autocast(operands.input):
         products = _with_cached_fold(products, operands)
-        return _MODES[products.split.mode].forward(products, operands)[:2]
+        return _MODES[products.sharding.mode].forward(products, operands)[:2]
 
 
 def _with_cached_fold(products: Products, operands: Operands) -> Products:
@@ -44,7 +44,7 @@ def _with_cached_fold(products: Products, operands: Operands) -> Products:
     make = one_kernel.folds(call)
     if make is None:
         return products
-    return FloatProducts(options, products.split, fold.cached_fold(call, make))
+    return FloatProducts(options, products.sharding, fold.cached_fold(call, make))
 
 
 def _check_plain(operands: Operands) -> None:
@@ -61,7 +61,7 @@ class Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, products, sink, num_weights, *tensors):
-        operands, mode = Operands.split(tensors, num_weights), products.split.mode
+        operands, mode = Operands.split(tensors, num_weights), products.sharding.mode
         with outside_autocast(operands.input):
             y, normalized, saved = _MODES[mode].forward(products, operands)
         ctx.save_for_backward(*saved, *tensors)
@@ -81,7 +81,7 @@ class Sharded(torch.autograd.Function):
         operands = Operands.split(tensors[ctx.num_saved :], ctx.num_weights)
         wants_input, _, *others = ctx.needs_input_grad[3:]
         with outside_autocast(operands.input):
-            dx, *made = _MODES[ctx.products.split.mode].backward(
+            dx, *made = _MODES[ctx.products.sharding.mode].backward(
                 ctx.products,
                 tensors[: ctx.num_saved],
                 operands,

@@ -1,7 +1,10 @@
 """torch: LayerNormLinear on one rank or several: which part of it a rank has, and its calls.
 
-column.py, row.py   what ranks compute and exchange
+function.py         an eager call, differentiable
+column.py, row.py   what ranks compute and exchange in it
 products.py         their products, in the dtype of the call or in 8-bit floats
+overlap.py          products that overlap with collectives
+sharding.py         how the ranks share the layer
 ranks.py            the group and its collectives
 traced.py           what torch.compile sees
 checkpoints.py      state dicts that load on another number of ranks
@@ -11,10 +14,9 @@ gathered_weights.py weights that fully_shard gathers in 8-bit floats
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, distributed
 
 from ..linear.call import LinearCall, Operands
@@ -32,7 +34,7 @@ from .function import project
 from .overlap import Overlaps, SymmetricSum, overlaps
 from .products import FloatProducts, QuantizedProducts
 from .ranks import Ranks, group_size
-from .split import Split
+from .sharding import Sharding
 
 MODES = (None, "column", "row")
 
@@ -64,49 +66,14 @@ class LayerNormLinear(OneRankLayerNormLinear):
                     f"expected a multiple of {size}"
                 )
             setattr(self, name, arguments[name] // size)
+        if is_shared and mode == "column":
+            self._num_out_shards = size
         self._is_shared = is_shared
         self._overlaps = overlaps(
             arguments, mode, sequence_parallel=self.sequence_parallel, is_shared=is_shared
         )
         kind = self._overlaps.all_reduce
         self._symmetric_sum = None if kind is None else SymmetricSum(kind)
-
-    def _make_parameters(
-        self,
-        split: Sequence[str] | Mapping[str, int] | None,
-        device: torch.device | str,
-        dtype: torch.dtype | None,
-    ) -> None:
-        if self._is_shared and self.parallel_mode == "column" and split:
-            split = self._own_sizes(split)
-        super()._make_parameters(split, device, dtype)
-
-    def _own_sizes(self, split: Any) -> Any:
-        """parameters_split with the sizes of this rank; as it is if the layer will refuse it."""
-        size, names = self.tp_size, [split] if isinstance(split, str) else split
-        whole = self.out_features * size
-        if not isinstance(split, Mapping):
-            is_even = isinstance(names, Sequence) and whole % len(names) == 0
-            if is_even and self.out_features % len(names):
-                raise ValueError(
-                    f"parameters_split has {len(names)} parts of {whole // len(names)} rows and "
-                    f"tp_size is {size}; expected parts of a multiple of {size} rows"
-                )
-            return split
-        numbers = list(split.values())
-        if not all(isinstance(each, int) for each in numbers) or sum(numbers) != whole:
-            found = f", {sum(numbers)} together" if numbers and type(numbers[0]) is int else ""
-            raise ValueError(
-                f"parameters_split has sizes {numbers}{found}; expected numbers of rows, "
-                f"out_features of all ranks, {whole}, together"
-            )
-        for name, rows in split.items():
-            if rows % size:
-                raise ValueError(
-                    f"{name} of parameters_split has {rows} rows and tp_size is {size}; "
-                    f"expected a multiple of {size}"
-                )
-        return {name: rows // size for name, rows in split.items()}
 
     def _mark_parameters(self) -> None:
         super()._mark_parameters()
@@ -225,9 +192,9 @@ class LayerNormLinear(OneRankLayerNormLinear):
             )
 
     @property
-    def _split(self) -> Split:
+    def _sharding(self) -> Sharding:
         is_gathered = self.return_layernorm_output_gathered and self.sequence_parallel
-        return Split(
+        return Sharding(
             self._ranks,
             self.parallel_mode,
             self.sequence_parallel,
@@ -248,9 +215,9 @@ class LayerNormLinear(OneRankLayerNormLinear):
         call = LinearCall(operands, self.linear_options(product_dtype(operands.input)))
         check_call(call)
         if modes.is_compiling():
-            return traced.project(call, self._split)
+            return traced.project(call, self._sharding)
         folded = self._fold(call, is_first_microbatch)
-        return project(FloatProducts(call.options, self._split, folded), operands, sink)
+        return project(FloatProducts(call.options, self._sharding, folded), operands, sink)
 
     def _project_in_fp8(
         self, call: RegionCall, operands: Operands, fp8_output: bool
@@ -260,9 +227,9 @@ class LayerNormLinear(OneRankLayerNormLinear):
         call = self._checked(call, operands, fp8_output)
         self._check_amaxes(call)
         quantized, weight = self.begin_in_fp8(call, operands)
-        has_sink = call.recorded and self._hands_gradients_on()
+        has_sink = call.recorded and self._has_sink()
         sink = self._make_sink(call.is_first_microbatch) if has_sink else None
-        products = QuantizedProducts(quantized, self._split, weight)
+        products = QuantizedProducts(quantized, self._sharding, weight)
         y, normalized = project(products, operands, sink)
         if fp8_output:
             y = quantized.quantizers.quantize("output", as_rows(y))

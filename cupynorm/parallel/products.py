@@ -30,7 +30,7 @@ from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
 from . import overlap
 from .ranks import Pending
-from .split import Split
+from .sharding import Sharding
 
 
 class Kept(NamedTuple):
@@ -59,7 +59,7 @@ class Products(Protocol):
     """value_dtype: of the normalised values, [num_rows, in_features], that `rows` takes."""
 
     options: LinearOptions
-    split: Split
+    sharding: Sharding
     value_dtype: torch.dtype
 
     def without_weight(self) -> Products:
@@ -117,12 +117,14 @@ class FloatProducts:
     folded: the parameters already folded, for `fused`.
     """
 
-    def __init__(self, options: LinearOptions, split: Split, folded: Folded | None = None) -> None:
-        self.options, self.split, self.value_dtype = options, split, options.dtype
+    def __init__(
+        self, options: LinearOptions, sharding: Sharding, folded: Folded | None = None
+    ) -> None:
+        self.options, self.sharding, self.value_dtype = options, sharding, options.dtype
         self.folded = folded
 
     def without_weight(self) -> FloatProducts:
-        return FloatProducts(self.options, self.split)
+        return FloatProducts(self.options, self.sharding)
 
     def fuses_norm(self, input: Tensor) -> bool:
         return False
@@ -134,7 +136,7 @@ class FloatProducts:
         return Kept(rows if self.options.save_normalized else None, None)
 
     def gather(self, rows: Tensor) -> Callable[[], Tensor]:
-        return self.split.gather_input(rows).wait
+        return self.sharding.gather_input(rows).wait
 
     def gather_again(
         self, make_values: Callable[[torch.dtype], Tensor], kept: Kept
@@ -145,24 +147,24 @@ class FloatProducts:
         return join(weights).to(self.options.dtype), ()
 
     def project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        split = self.split
-        if not split.cuts_gather(len(rows), weight):
+        sharding = self.sharding
+        if not sharding.cuts_gather(len(rows), weight):
             return functional.linear(self.gather(rows)(), weight, bias)
-        if split.ranks.shares_memory and len(rows):
-            y = overlap.gather_and_multiply(rows, weight, split.ranks)
+        if sharding.ranks.shares_memory and len(rows):
+            y = overlap.gather_and_multiply(rows, weight, sharding.ranks)
             return y if bias is None else y + bias
         waits = [self.gather(chunk) for chunk in overlap.chunks_of(rows, 1)]
         return overlap.gather_in_chunks(
-            waits, lambda chunk: functional.linear(chunk, weight, bias), split.ranks.size
+            waits, lambda chunk: functional.linear(chunk, weight, bias), sharding.ranks.size
         )
 
     def project_part(self, rows: Tensor, weight: Tensor) -> Pending:
-        if self.split.cuts_scatter(len(rows), weight):
+        if self.sharding.cuts_scatter(len(rows), weight):
             return self._multiply_and_scatter(rows, weight.t())
-        return self.split.reduce_output(functional.linear(rows, weight))
+        return self.sharding.reduce_output(functional.linear(rows, weight))
 
     def _multiply_and_scatter(self, a: Tensor, b: Tensor) -> Pending:
-        ranks = self.split.ranks
+        ranks = self.sharding.ranks
         if ranks.shares_memory and len(a):
             return Pending(overlap.multiply_and_scatter(a, b, ranks))
         chunks = overlap.chunks_of(a, ranks.size)
@@ -178,9 +180,9 @@ class FloatProducts:
         self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Pending:
         weight = self.weight(weights)[0]
-        if self.split.cuts_scatter(len(dy), weight):
+        if self.sharding.cuts_scatter(len(dy), weight):
             return self._multiply_and_scatter(dy, weight)
-        return self.split.reduce(dy @ weight)
+        return self.sharding.reduce(dy @ weight)
 
     def round(self, dnormalized: Tensor) -> Tensor:
         return dnormalized
@@ -203,18 +205,21 @@ class QuantizedProducts:
     weight: quantised, with its transposed copy where there is a backward; None in backward.
     """
 
-    def __init__(self, call: QuantizedCall, split: Split, weight: QuantizedTensor | None) -> None:
-        self.options, self.split, self.value_dtype = call.options, split, torch.float32
+    def __init__(
+        self, call: QuantizedCall, sharding: Sharding, weight: QuantizedTensor | None
+    ) -> None:
+        self.options, self.sharding, self.value_dtype = call.options, sharding, torch.float32
         self.quantizers, self._call, self._weight = call.quantizers, call, weight
         self._in_blocks = isinstance(call.quantizers.recipe, IN_BLOCKS)
 
     def without_weight(self) -> QuantizedProducts:
-        return QuantizedProducts(self._call, self.split, None)
+        return QuantizedProducts(self._call, self.sharding, None)
 
     def fuses_norm(self, input: Tensor) -> bool:
         """On a GPU, for one scale that needs no other rank, and if nothing else is returned."""
-        needs_ranks = self._in_blocks or self.quantizers.rule is not None and self.split.shares_rows
-        return not (arrays.on_host(input) or needs_ranks or self.options.return_normalized)
+        needs_amax_of_ranks = self.quantizers.rule is not None and self.sharding.shares_rows
+        needs_values = self._in_blocks or needs_amax_of_ranks or self.options.return_normalized
+        return not (needs_values or arrays.on_host(input))
 
     def normalize(self, operands: Operands) -> tuple[QuantizedTensor, Tensor | None, Tensor]:
         """Rows, mean and rstd."""
@@ -229,10 +234,10 @@ class QuantizedProducts:
 
     def rows(self, values: Tensor) -> QuantizedTensor:
         quantizers, rule = self.quantizers, self.quantizers.rule
-        if rule is None or not self.split.shares_rows:
+        if rule is None or not self.sharding.shares_rows:
             return quantizers.quantize("input", values)
         amax = quantization.amax_of(values).reshape(1)
-        amax = self.split.ranks.all_reduce(amax, largest=True).wait()
+        amax = self.sharding.ranks.all_reduce(amax, largest=True).wait()
         dtype, smallest = quantizers.dtype("input"), rule.smallest_amax
         scale = quantization.scale_of(
             amax, dtype, power_of_two=rule.power_of_two, smallest_amax=smallest
@@ -244,9 +249,9 @@ class QuantizedProducts:
         return Kept(rows.data if is_kept else None, self.quantizers.scale_to_keep("input", rows))
 
     def gather(self, rows: QuantizedTensor | Factor) -> Callable[[], Factor]:
-        data, scale_inv = self.split.gather_input(rows.data), Pending(rows.scale_inv)
+        data, scale_inv = self.sharding.gather_input(rows.data), Pending(rows.scale_inv)
         if self._in_blocks:
-            scale_inv = self.split.gather_input(rows.scale_inv)
+            scale_inv = self.sharding.gather_input(rows.scale_inv)
         blocks = rows.block_rows, rows.block_cols
         return lambda: Factor(data.wait(), scale_inv.wait(), *blocks)
 
@@ -255,13 +260,13 @@ class QuantizedProducts:
     ) -> Callable[[], Factor]:
         if self._in_blocks:
             values, quantize = make_values(self.value_dtype), self.quantizers.quantize
-            values = self.split.gather_input(values)
+            values = self.sharding.gather_input(values)
             return lambda: transposed_factor(quantize("input", values.wait(), transpose=True))
         data = kept.data
         if data is None:
             values, dtype = make_values(self.value_dtype), self.quantizers.dtype("input")
             data = quantization.quantize(values, kept.scale, dtype).data
-        data = self.split.gather_input(data)
+        data = self.sharding.gather_input(data)
         return lambda: Factor(quantization.transpose_data(data.wait()), 1.0 / kept.scale)
 
     def weight(self, weights: Sequence[Tensor]) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
@@ -273,16 +278,16 @@ class QuantizedProducts:
     def project(
         self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
     ) -> Tensor:
-        split = self.split
-        if not split.cuts_gather(len(rows.data), weight.data):
+        sharding = self.sharding
+        if not sharding.cuts_gather(len(rows.data), weight.data):
             return self._project(self.gather(rows)(), weight, bias)
-        if overlap.multiplies_scaled(rows, weight, split.ranks):
+        if overlap.multiplies_scaled(rows, weight, sharding.ranks):
             dtype = self.options.dtype
-            y = overlap.gather_and_multiply_scaled(rows, weight, dtype, split.ranks)
+            y = overlap.gather_and_multiply_scaled(rows, weight, dtype, sharding.ranks)
             return y if bias is None else y + bias
         waits = [self.gather(chunk) for chunk in self._chunks_of(rows, 1)]
         return overlap.gather_in_chunks(
-            waits, lambda chunk: self._project(chunk, weight, bias), split.ranks.size
+            waits, lambda chunk: self._project(chunk, weight, bias), sharding.ranks.size
         )
 
     def _project(
@@ -292,14 +297,14 @@ class QuantizedProducts:
         return multiply(rows, weight, self.options.dtype, bias=bias, fast=True, is_exact=is_exact)
 
     def project_part(self, rows: QuantizedTensor, weight: QuantizedTensor) -> Pending:
-        if not self.split.cuts_scatter(len(rows.data), weight.data):
-            return self.split.reduce_output(self._project(rows, weight, None))
+        if not self.sharding.cuts_scatter(len(rows.data), weight.data):
+            return self.sharding.reduce_output(self._project(rows, weight, None))
         return self._multiply_and_scatter(rows, weight, fast=True)
 
     def _multiply_and_scatter(
         self, a: QuantizedTensor | Factor, b: QuantizedTensor | Factor, *, fast: bool
     ) -> Pending:
-        ranks, dtype = self.split.ranks, self.options.dtype
+        ranks, dtype = self.sharding.ranks, self.options.dtype
         if overlap.multiplies_scaled(a, b, ranks):
             return Pending(overlap.multiply_scaled_and_scatter(a, b, dtype, ranks, fast=fast))
         is_exact = self.quantizers.is_exact
@@ -329,9 +334,9 @@ class QuantizedProducts:
     def dnormalized_of_ranks(
         self, dy: QuantizedGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Pending:
-        split = self.split
-        if not split.cuts_scatter(len(dy.data.data), saved[0]):
-            return split.reduce(self.dnormalized(dy, weights, saved))
+        sharding = self.sharding
+        if not sharding.cuts_scatter(len(dy.data.data), saved[0]):
+            return sharding.reduce(self.dnormalized(dy, weights, saved))
         weight = self.quantizers.transposed_weight(*saved)
         return self._multiply_and_scatter(dy.data, weight, fast=False)
 

@@ -31,10 +31,10 @@ def forward(
     products: Products, operands: Operands
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """y, this rank's columns of normalized (None unless requested), and what `backward` needs."""
-    options, split, input = products.options, products.split, operands.input
+    options, sharding, input = products.options, products.sharding, operands.input
     norm, of_part = _norm(products, input), _of_part(operands)
     own = row_statistics.statistics_of_part(of_part, norm)
-    parts = split.ranks.gather(own[None]).wait()
+    parts = sharding.ranks.gather(own[None]).wait()
     values, statistics = row_statistics.normalize(
         of_part._replace(parts=parts), norm, products.value_dtype
     )
@@ -48,8 +48,8 @@ def forward(
             values, _ = row_statistics.normalize(of_part, norm, options.dtype)
         normalized = values.reshape(input.shape)
     y, shape = reduction.wait(), input.shape
-    if split.sequence_parallel:
-        shape = (len(input) // split.ranks.size, *shape[1:])
+    if sharding.sequence_parallel:
+        shape = (len(input) // sharding.ranks.size, *shape[1:])
     y = y.reshape(*shape[:-1], y.shape[-1])
     bias = joined_bias(operands.biases, options.dtype)
     y = y if bias is None else y + bias
@@ -66,7 +66,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """As column.backward. Where rows of dy were gathered, each rank has the whole dbias."""
     statistics, data, scale, *saved_weight = saved
-    split, (dy, dnormalized) = products.split, incoming
+    sharding, (dy, dnormalized) = products.sharding, incoming
     input, _, norm_weight, norm_bias, weights, biases = operands
     wants_norm, wants_parts = wanted[:3], wanted[3:]
     wants_weight = any(wants_parts[: len(weights)])
@@ -77,7 +77,7 @@ def backward(
 
     total = gradient = normalized = None
     if dy is not None:
-        gathering = split.ranks.gather(as_rows(dy)) if split.sequence_parallel else None
+        gathering = sharding.ranks.gather(as_rows(dy)) if sharding.sequence_parallel else None
         if wants_weight:
             # The rows of normalized are this rank's alone: nothing is gathered.
             normalized = products.gather_again(make_values, Kept(data, scale))()
@@ -92,7 +92,7 @@ def backward(
     reduction = None
     of_total = of_part._replace(bias=None, dy=total)
     if total is not None and wants_norm[0]:
-        reduction = split.ranks.all_reduce(row_statistics.sums_of_part(of_total, norm))
+        reduction = sharding.ranks.all_reduce(row_statistics.sums_of_part(of_total, norm))
     dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
 
     of_norm: tuple[Tensor | None, ...] = (None, None, None)
@@ -110,7 +110,7 @@ def backward(
 
 
 def _norm(products: Products, input: Tensor) -> SplitNorm:
-    options, num_ranks = products.options, products.split.ranks.size
+    options, num_ranks = products.options, products.sharding.ranks.size
     eps = check_eps(options.eps, name_of(input.dtype), centered=options.centered)
     return SplitNorm(
         options.centered,
