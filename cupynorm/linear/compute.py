@@ -47,7 +47,7 @@ def forward(
     """
     operands, options = call
     if options.fused == "fold":
-        return _forward_folded(call, weight, bias, folded)
+        return _forward_folded(call, folded)
     few = few_rows.choose(call, purpose)
     if few is not None:
         y, mean, rstd, added = few_rows.forward(call, few, weight, bias, purpose)
@@ -62,22 +62,14 @@ def forward(
 
 
 def _forward_folded(
-    call: LinearCall, weight: Tensor, bias: Tensor | None, folded: fold.Folded | None
+    call: LinearCall, folded: fold.Folded | None
 ) -> tuple[Tensor, None, Tensor | None, Tensor, Tensor]:
     operands, options = call
     # The statistics alone: one pass over x that writes no y.
     of_input = operands._replace(norm_weight=None, norm_bias=None)
     _, mean, rstd, added = kernels.forward(options, of_input, options.dtype, FOR_STATISTICS_ALONE)
+    folded = folded or fold.fold_call(call)
     with outside_autocast(operands.input):
-        folded = folded or fold.fold(
-            operands.norm_weight,
-            operands.norm_bias,
-            weight,
-            bias,
-            centered=options.centered,
-            zero_centered_weight=options.zero_centered_weight,
-            dtype=options.dtype,
-        )
         return fold.project_folded(added, mean, rstd, folded), None, mean, rstd, added
 
 

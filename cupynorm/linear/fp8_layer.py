@@ -40,7 +40,7 @@ class Fp8Layer(GradientLayer):
     _past_calls: PastCalls
 
     def _begin_state(self) -> None:
-        """Must run in the constructor."""
+        super()._begin_state()
         self._fp8_states, self._fp8_weight = {}, None
         self._slot = amaxes.new_slot(self._kind())
         self._past_calls = PastCalls()

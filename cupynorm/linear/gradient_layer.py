@@ -21,7 +21,7 @@ class GradientLayer(torch.nn.Module):
     use_bias and return_bias, and has the lists _weights() and _biases().
     """
 
-    def _begin_gradients(self) -> None:
+    def _begin_state(self) -> None:
         """Must run in the constructor."""
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self._step, self._begins_later = Step(False), False

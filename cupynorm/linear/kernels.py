@@ -149,7 +149,7 @@ def forward_quantized(
 
     scale, amax: as for cupynorm.layer_norm.
     """
-    leading, rows = operands.input.shape[:-1], _as_rows(operands.input)
+    leading, rows = operands.input.shape[:-1], as_rows(operands.input)
     request = forward_request(options, operands._replace(input=rows, residual=None), None)
     quantized, mean, rstd, *_ = route.forward(
         ForwardRequest(
@@ -175,9 +175,10 @@ def quantize_again(
         saved.mean,
         saved.rstd,
     )
-    x = _as_rows(saved.x)
+    x = as_rows(saved.x)
     return quantize(x, format, scale, wants_data=False, transpose=True, of_norm=of_norm)
 
 
-def _as_rows(array: Array) -> Array:
+def as_rows(array: Array) -> Array:
+    """An array [..., num_cols] as [num_rows, num_cols], even where one of them is 0."""
     return array.reshape(arrays.product(array.shape[:-1]), array.shape[-1])

@@ -79,7 +79,6 @@ class Linear(LinearLayer, torch.nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.fp8_state = fp8_state
-        self._begin_gradients()
         self._begin_state()
         begin_weights(self, self.weight_names)
         self._mark_parameters()

@@ -162,7 +162,6 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         for name in ("init_method", "get_rng_state_tracker"):
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise TypeError(f"{name} is {value!r}; expected a function or None")
-        self._begin_gradients()
         self._folded: fold.Folded | None = None
         self._begin_state()
         try:
