@@ -308,8 +308,7 @@ class Projected(torch.autograd.Function):
     def backward(ctx, dy, dnormalized):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a differentiable gradient was asked for of a layer inside fp8_autocast; "
-                "expected create_graph=False"
+                "create_graph is True for a layer inside fp8_autocast; expected create_graph=False"
             )
         num_saved = len(Saved._fields)
         tensors = ctx.saved_tensors

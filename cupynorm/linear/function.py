@@ -193,8 +193,8 @@ class Projected(torch.autograd.Function):
             norms, weight = KERNELS, join(weights) if cast is None else cast
         if norms is not KERNELS and ctx.sink is not None:
             raise RuntimeError(
-                "a differentiable gradient was asked for of a layer with fuse_wgrad_accumulation "
-                "or delay_wgrad_compute; expected create_graph=False"
+                "create_graph is True for a layer with fuse_wgrad_accumulation or "
+                "delay_wgrad_compute; expected create_graph=False"
             )
         with dtypes.outside_autocast(norm.x):  # backward() may be called inside of it
             if weight is None:

@@ -150,8 +150,8 @@ class QuantizedWeight(Tensor):
         self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> QuantizedWeight:
         mapped = {name: function(each) for name, each in _tensors(self.quantized).items()}
-        made = replaced(self.quantized, **mapped, dtype=dtype or self.dtype)
-        return QuantizedWeight(made, self.recipe)
+        quantized = replaced(self.quantized, **mapped, dtype=dtype or self.dtype)
+        return QuantizedWeight(quantized, self.recipe)
 
     def _copy(self, source: Tensor) -> QuantizedWeight:
         is_alike = isinstance(source, QuantizedWeight) and source.recipe == self.recipe

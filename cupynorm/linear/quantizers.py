@@ -185,9 +185,9 @@ class Quantizers:
             return rows
         if rows.block_rows is None:
             return replaced(rows, transposed=quantization.transpose_data(rows.data))
-        made = self.quantize("input", rows.dequantize(torch.float32), transpose=True)
+        again = self.quantize("input", rows.dequantize(torch.float32), transpose=True)
         return replaced(
-            rows, transposed=made.transposed, transposed_scale_inv=made.transposed_scale_inv
+            rows, transposed=again.transposed, transposed_scale_inv=again.transposed_scale_inv
         )
 
     def quantize_gradient(

@@ -118,8 +118,8 @@ class WeightGradientSink:
             if each._version != version:
                 raise RuntimeError(
                     f"{name} was written to between a backward and its backward_dw(), which reads "
-                    "it; expected it as it was (another gradient may be added up in the memory of "
-                    "that of y: y.register_hook(torch.clone) parts them)"
+                    "it; expected no such write (autograd may add another gradient into the memory "
+                    "of that of y: y.register_hook(torch.clone) keeps them separate)"
                 )
         present = self.delay.present()[len(self.weights) :]
         of_biases = self._bias_gradients(product.rows, biases)

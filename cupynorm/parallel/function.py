@@ -74,19 +74,19 @@ class Sharded(torch.autograd.Function):
     def backward(ctx, dy, dnormalized):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a differentiable gradient was asked for of a layer with tp_size of 2 or more; "
+                "create_graph is True for a layer with tp_size of 2 or more; "
                 "expected create_graph=False"
             )
         tensors: tuple[Any, ...] = ctx.saved_tensors
         operands = Operands.split(tensors[ctx.num_saved :], ctx.num_weights)
-        wants_input, _, *others = ctx.needs_input_grad[3:]
+        wants_input, _, *wants_others = ctx.needs_input_grad[3:]
         with outside_autocast(operands.input):
-            dx, *made = _MODES[ctx.products.sharding.mode].backward(
+            dx, *others = _MODES[ctx.products.sharding.mode].backward(
                 ctx.products,
                 tensors[: ctx.num_saved],
                 operands,
                 (dy, dnormalized),
-                (wants_input, *others),
+                (wants_input, *wants_others),
                 ctx.sink,
             )
-        return None, None, None, dx, None, *made
+        return None, None, None, dx, None, *others

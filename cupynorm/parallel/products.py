@@ -223,13 +223,13 @@ class QuantizedProducts:
 
     def normalize(self, operands: Operands) -> tuple[QuantizedTensor, Tensor | None, Tensor]:
         """Rows, mean and rstd."""
-        made = self.quantizers.of_normalized(transpose=False)
-        return kernels.forward_quantized(self.options, operands, *made)
+        how, scale, amax = self.quantizers.of_normalized(transpose=False)
+        return kernels.forward_quantized(self.options, operands, how, scale, amax)
 
     def normalize_again(self, operands: Operands, kept: Kept) -> Kept:
         """With the data of the forward, by its scale."""
-        made = Quantization(name_of(self.quantizers.dtype("input")))
-        rows, _, _ = kernels.forward_quantized(self.options, operands, made, kept.scale, None)
+        how = Quantization(name_of(self.quantizers.dtype("input")))
+        rows, _, _ = kernels.forward_quantized(self.options, operands, how, kept.scale, None)
         return kept._replace(data=rows.data)
 
     def rows(self, values: Tensor) -> QuantizedTensor:
