@@ -78,13 +78,6 @@ class Fp8Layer(GradientLayer):
             self._past_calls.add(None, is_recorded=torch.is_grad_enabled())
         return region
 
-    def _needs_eager(self) -> bool:
-        """Whether the compiler must not trace a call, because a checkpoint may run it again.
-
-        The call then looks for the region of its first run, which no graph can.
-        """
-        return modes.is_compiling() and autocast.active() is None and not self._past_calls.is_empty
-
     def _project_in_fp8(
         self, call: RegionCall, operands: Operands, fp8_output: bool
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:

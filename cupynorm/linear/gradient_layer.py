@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..nn.dtypes import outside_autocast
 from ..nn.modes import is_inside_backward, wants_gradient
-from .rank_gradients import DataParallel, check_is_leaf
+from .data_parallel import DataParallel, check_is_leaf
 from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
 
 

@@ -23,7 +23,7 @@ from .weight_gradients import WeightGradientSink
 
 
 class LinearLayer(Fp8Layer):
-    """The subclass has in_features, training, and the methods that raise NotImplementedError."""
+    """A layer of the operands that the subclass gives to _call."""
 
     def _project(
         self,
@@ -40,9 +40,12 @@ class LinearLayer(Fp8Layer):
         The whole of it: torch 2.11 fails where the graph breaks further inside, beside tuples that
         the traced part has made.
         """
-        return modes.is_compiling() and (
-            self._has_8_bit_weights() or self._needs_eager() or self._has_sink()
-        )
+        if not modes.is_compiling():
+            return False
+        # A checkpoint may run the call again, and then needs the region of its first run. A graph
+        # cannot look for it.
+        may_run_again = autocast.active() is None and not self._past_calls.is_empty
+        return may_run_again or self._has_8_bit_weights() or self._has_sink()
 
     def _call(
         self,

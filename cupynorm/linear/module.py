@@ -6,7 +6,7 @@ fp8_layer.py          its calls inside cupynorm.fp8_autocast
 function.py           its other calls
 gradient_layer.py     fuse_wgrad_accumulation and delay_wgrad_compute
 weight_gradients.py   how they add
-rank_gradients.py     those of parameters that other libraries share over ranks
+data_parallel.py      how they are averaged over the ranks of other libraries
 """
 
 from __future__ import annotations

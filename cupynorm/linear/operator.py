@@ -148,11 +148,8 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
 def _run_without_memory(*values: Any) -> tuple[Tensor, ...]:
     arguments = _Arguments(*values)
     check(arguments.operands, arguments.fused, is_cast=True)
-    input, dtype, compute_dtype = (
-        arguments.input,
-        arguments.dtype,
-        formulas.arithmetic(arguments.input),
-    )
+    input, dtype = arguments.input, arguments.dtype
+    compute_dtype = formulas.arithmetic(input)
     leading, out_features = input.shape[:-1], sum(len(part) for part in arguments.weights)
     return (
         input.new_empty((*leading, out_features), dtype=dtype),

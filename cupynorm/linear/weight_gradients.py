@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..nn.products import HAS_WIDE_PRODUCTS, wide_product
+from .data_parallel import accumulate
 from .matrices import split_like, sum_rows
-from .rank_gradients import accumulate
 
 
 class Step:
