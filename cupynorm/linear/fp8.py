@@ -206,7 +206,8 @@ def _dnormalized(
 ) -> Tensor:
     """The gradient of the normalised tensor: dy weight, and what comes from elsewhere."""
     dtype, quantizers = call.options.dtype, call.quantizers
-    total = quantizers.dnormalized(dy, saved.weight, saved.weight_scale_inv, dtype)
+    weight = quantizers.transposed_weight(saved.weight, saved.weight_scale_inv)
+    total = multiply(dy, weight, dtype, is_exact=quantizers.is_exact)
     if call.quantize_gradient:
         total = quantizers.quantize("grad_input", total).dequantize(dtype)
     total = total.reshape(input.shape)

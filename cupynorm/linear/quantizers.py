@@ -11,7 +11,7 @@ from ..gpu import arrays
 from ..nn import fp8, quantization
 from ..nn.dtypes import name_of
 from ..nn.fp8 import Scales
-from ..nn.products import Factor, multiply
+from ..nn.products import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
     E4M3,
@@ -204,13 +204,6 @@ class Quantizers:
                 dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
             )
         return QuantizedGradient(factor_of(quantized), transposed_factor(quantized)), sums
-
-    def dnormalized(
-        self, dy: Factor, weight: Tensor, weight_scale_inv: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """dy weight, [num_rows, in_features], in dtype. weight: the transposed copy."""
-        factor = self.transposed_weight(weight, weight_scale_inv)
-        return multiply(dy, factor, dtype, is_exact=self.is_exact)
 
 
 def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:

@@ -115,11 +115,11 @@ def backward(
         if wants_dnormalized:
             total = as_rows(dnormalized)
             if dy is not None:
-                total = total + products.dnormalized(gradient.taken, weights, saved_weight)
+                total = total + products.dnormalized(gradient, weights, saved_weight)
             reduction = sharding.reduce(total)
         dnormalized = None
     elif dy is not None and wants_dnormalized:
-        reduction = products.dnormalized_of_ranks(gradient.taken, weights, saved_weight)
+        reduction = products.dnormalized_of_ranks(gradient, weights, saved_weight)
     normalized = None if gathering is None else gathering()
     dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
 

@@ -8,7 +8,7 @@ rows of their own, and multiplies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..linear.call import LinearOptions, Operands
 from ..linear.fold import Folded
 from ..linear.fp8 import QuantizedCall
 from ..linear.matrices import join, split_like, sum_rows
-from ..linear.quantizers import QuantizedGradient, transposed_factor
+from ..linear.quantizers import transposed_factor
 from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization
 from ..nn.dtypes import name_of
@@ -31,6 +31,8 @@ from ..norm.request import Quantization
 from . import overlap
 from .ranks import Pending
 from .sharding import Sharding
+
+Matrix = QuantizedTensor | Factor  # of 8-bit floats, with its scales
 
 
 class Kept(NamedTuple):
@@ -46,21 +48,72 @@ class Kept(NamedTuple):
 class OutputGradient(NamedTuple):
     """The gradient of y.
 
-    rows: as it came, [num_rows, out_features]. taken: as the products take it.
-    sums: over rows, [out_features], or None.
+    rows: as it came, [num_rows, out_features]. factor: the rows as `dnormalized` takes them.
+    transposed: as `dweight` takes them. sums: over rows, [out_features], or None.
     """
 
     rows: Tensor
-    taken: Any
+    factor: Any
+    transposed: Any
     sums: Tensor | None
 
 
-class Products(Protocol):
-    """value_dtype: of the normalised values, [num_rows, in_features], that `rows` takes."""
+class Products:
+    """What both kinds of products share; the methods without a body are the kind's own.
+
+    A factor is a tensor, or a matrix of 8-bit floats with its scales; it has .data.
+    value_dtype: of the normalised values, [num_rows, in_features], that `rows` takes.
+    """
 
     options: LinearOptions
     sharding: Sharding
     value_dtype: torch.dtype
+
+    # Products that ranks share, cut to overlap with collectives where the layer is asked to.
+
+    def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor:
+        """y of the Rows of all ranks, which it gathers."""
+        sharding = self.sharding
+        if not sharding.cuts_gather(len(rows.data), weight.data):
+            return self.multiply(self.gather(rows)(), weight, bias)
+        if self.has_fused_operators(rows, weight):
+            y = self.gather_and_multiply(rows, weight)
+            return y if bias is None else y + bias
+        waits = [self.gather(chunk) for chunk in self.chunks_of(rows, 1)]
+        return overlap.gather_in_chunks(
+            waits, lambda chunk: self.multiply(chunk, weight, bias), sharding.ranks.size
+        )
+
+    def project_part(self, rows: Any, weight: Any) -> Pending:
+        """The sum over ranks of the products of their columns: all rows of it, or this rank's."""
+        return self._multiply_and_sum(rows, weight, self.sharding.reduce_output, fast=True)
+
+    def dnormalized(
+        self, dy: OutputGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Tensor:
+        """dy weight of this rank. saved: the tensors of `weight`."""
+        return self.multiply(dy.factor, self.transposed_weight(weights, saved), fast=False)
+
+    def dnormalized_of_ranks(
+        self, dy: OutputGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Pending:
+        """The same summed over ranks: all rows of it, or this rank's."""
+        weight = self.transposed_weight(weights, saved)
+        return self._multiply_and_sum(dy.factor, weight, self.sharding.reduce, fast=False)
+
+    def _multiply_and_sum(
+        self, a: Any, b: Any, reduce: Callable[[Tensor], Pending], *, fast: bool
+    ) -> Pending:
+        ranks = self.sharding.ranks
+        if not self.sharding.cuts_scatter(len(a.data), b.data):
+            return reduce(self.multiply(a, b, fast=fast))
+        if self.has_fused_operators(a, b):
+            return Pending(self.multiply_and_scatter(a, b, fast=fast))
+        return overlap.reduce_in_chunks(
+            self.chunks_of(a, ranks.size), lambda chunk: self.multiply(chunk, b, fast=fast), ranks
+        )
+
+    # Of each kind.
 
     def without_weight(self) -> Products:
         """For a backward, which has the weight among its saved tensors."""
@@ -71,7 +124,8 @@ class Products(Protocol):
     def rows(self, values: Tensor) -> Any:
         """Rows of this rank."""
 
-    def keep(self, rows: Any) -> Kept: ...
+    def keep(self, rows: Any) -> Kept:
+        """What backward needs of Rows."""
 
     def gather(self, rows: Any) -> Callable[[], Any]:
         """Starts to gather Rows. The function that is returned waits for those of all ranks."""
@@ -82,36 +136,40 @@ class Products(Protocol):
         """The same in backward. The function returns the Rows as `dweight` takes them."""
 
     def weight(self, weights: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
-        """The weight for `project`, and the tensors that `dnormalized` needs besides weights."""
+        """The weight for `project`, and what `transposed_weight` needs besides weights."""
 
-    def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor:
-        """y of the Rows of all ranks, which it gathers."""
+    def transposed_weight(self, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Any:
+        """The factor [in_features, out_features]."""
 
-    def project_part(self, rows: Any, weight: Any) -> Pending:
-        """The sum over ranks of the products of their columns: all rows of it, or this rank's."""
+    def multiply(self, a: Any, b: Any, bias: Tensor | None = None, *, fast: bool = True) -> Tensor:
+        """a b^T + bias in the dtype of the call. fast: as for nn.products.multiply."""
+
+    def has_fused_operators(self, a: Any, b: Any) -> bool:
+        """Whether torch has one operator for a b^T and a collective. The same on all ranks."""
+
+    def gather_and_multiply(self, rows: Any, weight: Any) -> Tensor:
+        """By such an operator: the Rows of all ranks times weight^T."""
+
+    def multiply_and_scatter(self, a: Any, b: Any, *, fast: bool) -> Tensor:
+        """By such an operator: this rank's rows of the sum over ranks of a b^T."""
+
+    def chunks_of(self, rows: Any, size: int) -> list[Any]:
+        """Some rows of each of `size` equal parts of a factor, in up to 4 chunks."""
 
     def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
         """Of the rows of dy; with their sums if sum_dtype is given."""
 
-    def dnormalized(
-        self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Tensor: ...
-
-    def dnormalized_of_ranks(
-        self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending:
-        """The same summed over ranks: all rows of it, or this rank's."""
-
     def round(self, dnormalized: Tensor) -> Tensor:
         """What the norm's backward takes of it: rounded to 8 bits by fp8_grad."""
 
-    def dweight(self, dy: Any, rows: Any, dtype: torch.dtype) -> Tensor: ...
+    def dweight(self, dy: OutputGradient, rows: Any, dtype: torch.dtype) -> Tensor:
+        """[out_features, in_features]. rows: of gather_again."""
 
     def for_sink(self, dy: OutputGradient, rows: Any) -> WeightProduct:
         """The weight's gradient as a WeightGradientSink takes it."""
 
 
-class FloatProducts:
+class FloatProducts(Products):
     """Products in the dtype of the options. Rows are tensors.
 
     folded: the parameters already folded, for `fused`.
@@ -146,55 +204,41 @@ class FloatProducts:
     def weight(self, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         return join(weights).to(self.options.dtype), ()
 
-    def project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        sharding = self.sharding
-        if not sharding.cuts_gather(len(rows), weight):
-            return functional.linear(self.gather(rows)(), weight, bias)
-        if sharding.ranks.shares_memory and len(rows):
-            y = overlap.gather_and_multiply(rows, weight, sharding.ranks)
-            return y if bias is None else y + bias
-        waits = [self.gather(chunk) for chunk in overlap.chunks_of(rows, 1)]
-        return overlap.gather_in_chunks(
-            waits, lambda chunk: functional.linear(chunk, weight, bias), sharding.ranks.size
-        )
+    def transposed_weight(self, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
+        return self.weight(weights)[0].t()
 
-    def project_part(self, rows: Tensor, weight: Tensor) -> Pending:
-        if self.sharding.cuts_scatter(len(rows), weight):
-            return self._multiply_and_scatter(rows, weight.t())
-        return self.sharding.reduce_output(functional.linear(rows, weight))
+    def multiply(
+        self, a: Tensor, b: Tensor, bias: Tensor | None = None, *, fast: bool = True
+    ) -> Tensor:
+        return functional.linear(a, b, bias)
 
-    def _multiply_and_scatter(self, a: Tensor, b: Tensor) -> Pending:
-        ranks = self.sharding.ranks
-        if ranks.shares_memory and len(a):
-            return Pending(overlap.multiply_and_scatter(a, b, ranks))
-        chunks = overlap.chunks_of(a, ranks.size)
-        return overlap.reduce_in_chunks(chunks, lambda chunk: chunk @ b, ranks)
+    def has_fused_operators(self, a: Tensor, b: Tensor) -> bool:
+        return self.sharding.ranks.shares_memory and len(a) > 0
+
+    def gather_and_multiply(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return overlap.gather_and_multiply(rows, weight, self.sharding.ranks)
+
+    def multiply_and_scatter(self, a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
+        return overlap.multiply_and_scatter(a, b.t(), self.sharding.ranks)
+
+    def chunks_of(self, rows: Tensor, size: int) -> list[Tensor]:
+        return overlap.chunks_of(rows, size)
 
     def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
-        return OutputGradient(rows, rows, None if sum_dtype is None else sum_rows(rows, sum_dtype))
-
-    def dnormalized(self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
-        return dy @ self.weight(weights)[0]
-
-    def dnormalized_of_ranks(
-        self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending:
-        weight = self.weight(weights)[0]
-        if self.sharding.cuts_scatter(len(dy), weight):
-            return self._multiply_and_scatter(dy, weight)
-        return self.sharding.reduce(dy @ weight)
+        sums = None if sum_dtype is None else sum_rows(rows, sum_dtype)
+        return OutputGradient(rows, rows, rows.t(), sums)
 
     def round(self, dnormalized: Tensor) -> Tensor:
         return dnormalized
 
-    def dweight(self, dy: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        return dy.t() @ rows
+    def dweight(self, dy: OutputGradient, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return dy.transposed @ rows
 
     def for_sink(self, dy: OutputGradient, rows: Tensor) -> WeightProduct:
         return WeightProduct(dy.rows, lambda: rows, reads={"the normalised tensor": rows})
 
 
-class QuantizedProducts:
+class QuantizedProducts(Products):
     """Products of 8-bit floats. Rows are QuantizedTensors of values in float32.
 
     Ranks gather data, 1 byte an element, and the scales of blocks. One scale for all rows is the
@@ -248,7 +292,7 @@ class QuantizedProducts:
         is_kept = self.options.save_normalized and not self._in_blocks
         return Kept(rows.data if is_kept else None, self.quantizers.scale_to_keep("input", rows))
 
-    def gather(self, rows: QuantizedTensor | Factor) -> Callable[[], Factor]:
+    def gather(self, rows: Matrix) -> Callable[[], Factor]:
         data, scale_inv = self.sharding.gather_input(rows.data), Pending(rows.scale_inv)
         if self._in_blocks:
             scale_inv = self.sharding.gather_input(rows.scale_inv)
@@ -275,46 +319,27 @@ class QuantizedProducts:
             return weight, ()
         return weight, transposed_factor(weight)[:2]
 
-    def project(
-        self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
-    ) -> Tensor:
-        sharding = self.sharding
-        if not sharding.cuts_gather(len(rows.data), weight.data):
-            return self._project(self.gather(rows)(), weight, bias)
-        if overlap.multiplies_scaled(rows, weight, sharding.ranks):
-            dtype = self.options.dtype
-            y = overlap.gather_and_multiply_scaled(rows, weight, dtype, sharding.ranks)
-            return y if bias is None else y + bias
-        waits = [self.gather(chunk) for chunk in self._chunks_of(rows, 1)]
-        return overlap.gather_in_chunks(
-            waits, lambda chunk: self._project(chunk, weight, bias), sharding.ranks.size
-        )
+    def transposed_weight(self, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Factor:
+        return self.quantizers.transposed_weight(*saved)
 
-    def _project(
-        self, rows: QuantizedTensor | Factor, weight: QuantizedTensor, bias: Tensor | None
+    def multiply(
+        self, a: Matrix, b: Matrix, bias: Tensor | None = None, *, fast: bool = True
     ) -> Tensor:
         is_exact = self.quantizers.is_exact
-        return multiply(rows, weight, self.options.dtype, bias=bias, fast=True, is_exact=is_exact)
+        return multiply(a, b, self.options.dtype, bias=bias, fast=fast, is_exact=is_exact)
 
-    def project_part(self, rows: QuantizedTensor, weight: QuantizedTensor) -> Pending:
-        if not self.sharding.cuts_scatter(len(rows.data), weight.data):
-            return self.sharding.reduce_output(self._project(rows, weight, None))
-        return self._multiply_and_scatter(rows, weight, fast=True)
+    def has_fused_operators(self, a: Matrix, b: Matrix) -> bool:
+        return overlap.multiplies_scaled(a, b, self.sharding.ranks)
 
-    def _multiply_and_scatter(
-        self, a: QuantizedTensor | Factor, b: QuantizedTensor | Factor, *, fast: bool
-    ) -> Pending:
+    def gather_and_multiply(self, rows: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
         ranks, dtype = self.sharding.ranks, self.options.dtype
-        if overlap.multiplies_scaled(a, b, ranks):
-            return Pending(overlap.multiply_scaled_and_scatter(a, b, dtype, ranks, fast=fast))
-        is_exact = self.quantizers.is_exact
-        return overlap.reduce_in_chunks(
-            self._chunks_of(a, ranks.size),
-            lambda chunk: multiply(chunk, b, dtype, fast=fast, is_exact=is_exact),
-            ranks,
-        )
+        return overlap.gather_and_multiply_scaled(rows, weight, dtype, ranks)
 
-    def _chunks_of(self, rows: QuantizedTensor | Factor, size: int) -> list[Factor]:
+    def multiply_and_scatter(self, a: Matrix, b: Matrix, *, fast: bool) -> Tensor:
+        ranks, dtype = self.sharding.ranks, self.options.dtype
+        return overlap.multiply_scaled_and_scatter(a, b, dtype, ranks, fast=fast)
+
+    def chunks_of(self, rows: Matrix, size: int) -> list[Factor]:
         bits = rows.data.view(torch.uint8)
         data = [each.view(rows.data.dtype) for each in overlap.chunks_of(bits, size)]
         scales = [rows.scale_inv] * len(data)
@@ -324,33 +349,20 @@ class QuantizedProducts:
         return [Factor(*each, *blocks) for each in zip(data, scales)]
 
     def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
-        return OutputGradient(rows, *self.quantizers.quantize_gradient(rows, sum_dtype))
-
-    def dnormalized(
-        self, dy: QuantizedGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Tensor:
-        return self.quantizers.dnormalized(dy.data, *saved, self.options.dtype)
-
-    def dnormalized_of_ranks(
-        self, dy: QuantizedGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending:
-        sharding = self.sharding
-        if not sharding.cuts_scatter(len(dy.data.data), saved[0]):
-            return sharding.reduce(self.dnormalized(dy, weights, saved))
-        weight = self.quantizers.transposed_weight(*saved)
-        return self._multiply_and_scatter(dy.data, weight, fast=False)
+        (factor, transposed), sums = self.quantizers.quantize_gradient(rows, sum_dtype)
+        return OutputGradient(rows, factor, transposed, sums)
 
     def round(self, dnormalized: Tensor) -> Tensor:
         if not self._call.quantize_gradient:
             return dnormalized
         return self.quantizers.quantize("grad_input", dnormalized).dequantize(self.options.dtype)
 
-    def dweight(self, dy: QuantizedGradient, rows: Factor, dtype: torch.dtype) -> Tensor:
+    def dweight(self, dy: OutputGradient, rows: Factor, dtype: torch.dtype) -> Tensor:
         return multiply(dy.transposed, rows, dtype, is_exact=self.quantizers.is_exact)
 
     def for_sink(self, dy: OutputGradient, rows: Factor) -> WeightProduct:
         def make_dweight(dtype: torch.dtype) -> Tensor:
-            return self.dweight(dy.taken, rows, dtype)
+            return self.dweight(dy, rows, dtype)
 
         return WeightProduct(dy.rows, make_dweight=make_dweight)
 
@@ -376,7 +388,7 @@ def weight_gradients(
         sink.take_nothing()
     elif dy is not None:
         if normalized is not None:
-            dweight = products.dweight(dy.taken, normalized, weights[0].dtype)
+            dweight = products.dweight(dy, normalized, weights[0].dtype)
             dweights = split_like(dweight, weights)
         if dy.sums is not None:
             dbiases = split_like(dy.sums, biases)

@@ -85,7 +85,7 @@ def backward(
         sum_dtype = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
         gradient = products.gradient(rows, sum_dtype)
         if any(wants_norm):
-            total = products.round(products.dnormalized(gradient.taken, weights, saved_weight))
+            total = products.round(products.dnormalized(gradient, weights, saved_weight))
     if dnormalized is not None:
         dnormalized = as_rows(dnormalized)
         total = dnormalized if total is None else total + dnormalized
