@@ -414,6 +414,17 @@ def test_weight_gradients_under_a_dispatch_mode():
     )
 
 
+@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+def test_each_backward_has_its_backward_dw_where_only_a_returned_bias_is_trained(recipe):
+    module = LayerNormLinear(32, 16, return_bias=True, delay_wgrad_compute=True, **CPU)
+    module.weight.requires_grad_(False)
+    with cupynorm.fp8_autocast(recipe is not None, recipe):
+        y, bias = module(torch.ones(4, 32, requires_grad=True))
+    (y.sum() + bias.sum()).backward()
+    module.backward_dw()
+    assert torch.equal(module.bias.grad, torch.ones(16))
+
+
 def test_create_graph_is_refused_for_delayed_gradients():
     module = LayerNormLinear(24, 16, delay_wgrad_compute=True, **CPU)
     x = torch.randn(3, 24, requires_grad=True)
