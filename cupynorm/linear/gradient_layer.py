@@ -17,8 +17,8 @@ from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
 class GradientLayer(torch.nn.Module):
     """The part of a layer whose weight gradients do not go to autograd.
 
-    The subclass sets fuse_wgrad_accumulation, delay_wgrad_compute, weight_names, bias_names,
-    use_bias and return_bias, and has the lists _weights() and _biases().
+    The subclass sets fuse_wgrad_accumulation, delay_wgrad_compute, weight_names, bias_names and
+    return_bias, and has the lists _weights() and _biases().
     """
 
     def _begin_state(self) -> None:
@@ -28,7 +28,12 @@ class GradientLayer(torch.nn.Module):
         self._delayed: deque[Callable[[], None]] = deque()
         self._data_parallel = DataParallel()
 
+    def _parts(self) -> list[Tensor]:
+        """The weights and biases that the layer holds now."""
+        return [*self._weights(), *self._biases()]
+
     def _begin_forward(self, is_first_microbatch: bool | None) -> None:
+        """Notes a first microbatch that is not recorded: a checkpoint may record it later."""
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
             self._begins_later = self._begins_later or not torch.is_grad_enabled()
 
@@ -36,7 +41,7 @@ class GradientLayer(torch.nn.Module):
         """Whether a WeightGradientSink takes the weight gradients of a call now."""
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
             return False
-        return torch.is_grad_enabled() and wants_gradient(*self._weights(), *self._biases())
+        return torch.is_grad_enabled() and wants_gradient(*self._parts())
 
     def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
         weights, step = self._weights(), None
@@ -54,17 +59,10 @@ class GradientLayer(torch.nn.Module):
         biases = [] if self.return_bias else self._biases()
         if not self.delay_wgrad_compute:
             return WeightGradientSink(weights, biases, step, None)
-        for name, parameter in zip(self._delayed_names(), (*weights, *biases)):
+        for name, parameter in zip((*self.weight_names, *self.bias_names), (*weights, *biases)):
             check_is_leaf(name, parameter)
-        delay = Delay(self._delayed, self._present, self._data_parallel.group(weights[0]))
+        delay = Delay(self._delayed, self._parts, self._data_parallel.group(weights[0]))
         return WeightGradientSink(weights, biases, step, delay)
-
-    def _delayed_names(self) -> list[str]:
-        return self.weight_names + (self.bias_names if self.use_bias else [])
-
-    def _present(self) -> list[Tensor]:
-        """The weights and biases that the layer holds now."""
-        return [getattr(self, name) for name in self._delayed_names()]
 
     def backward_dw(self) -> None:
         """Makes the gradients of weights and biases that the oldest backward left.
@@ -103,7 +101,7 @@ class GradientLayer(torch.nn.Module):
     def _mark_parameters(self) -> None:
         """Sets the attributes that Megatron reads."""
         if self.delay_wgrad_compute:  # backward leaves no gradient of these
-            for parameter in (*self._weights(), *self._biases()):
+            for parameter in self._parts():
                 parameter.skip_backward_post_hook = True
 
     def _apply(self, function: Callable, recurse: bool = True) -> GradientLayer:
