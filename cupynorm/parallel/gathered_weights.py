@@ -171,7 +171,7 @@ class _Shard(Tensor):
         return self.values.__reduce_ex__(protocol)
 
 
-def _shards(given: Any) -> list[_Shard]:
+def _shards(arguments: Any) -> list[_Shard]:
     found: list[_Shard] = []
-    tree_map_only(_Shard, found.append, given)
+    tree_map_only(_Shard, found.append, arguments)
     return found
