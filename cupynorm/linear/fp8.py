@@ -12,7 +12,8 @@ which does not keep its input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -171,8 +172,10 @@ def backward(
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(call, saved, data, operands.input, dnormalized)
     data, norm_gradients = None, (None, None, None)
+    norm = SavedNorm(
+        operands.input, saved.mean, saved.rstd, operands.norm_weight, operands.norm_bias
+    )
     if dnormalized is not None and any(wants_norm):
-        norm = _saved_norm(saved, operands)
         norm_gradients = kernels.backward(
             call.options,
             dnormalized,
@@ -184,17 +187,16 @@ def backward(
     dnormalized = None
 
     dweights, dbiases = [None] * len(weights), [None] * len(biases)
-    product = _WeightProduct(call, saved, operands, transposed)
     if sink is not None and rows is None:
         sink.take_nothing()
-    elif sink is not None:
-        if sink.delays and any(wants_weights):
-            product.keep()
-        weight_product = WeightProduct(rows, make_dweight=product)
-        dweights, dbiases = sink.take(weight_product, wants_parts)
     elif rows is not None:
-        if any(wants_weights):
-            dweights = split_like(product(weights[0].dtype), weights)
+        is_delayed = sink is not None and sink.delays and any(wants_weights)
+        make_dweight = _dweight_maker(call, saved, norm, transposed, is_delayed=is_delayed)
+        if sink is not None:
+            product = WeightProduct(rows, make_dweight=make_dweight)
+            dweights, dbiases = sink.take(product, wants_parts)
+        elif any(wants_weights):
+            dweights = split_like(make_dweight(weights[0].dtype), weights)
         if sums_rows:
             dbiases = split_like(dbias, biases)
     gradients = (*norm_gradients, *dweights, *dbiases)
@@ -214,60 +216,49 @@ def _dnormalized(
     return total if dnormalized is None else total + dnormalized
 
 
-def _saved_norm(saved: Saved, operands: Operands) -> SavedNorm:
-    _, _, norm_weight, norm_bias, _, _ = operands
-    return SavedNorm(operands.input, saved.mean, saved.rstd, norm_weight, norm_bias)
+def _dweight_maker(
+    call: QuantizedCall,
+    saved: Saved,
+    norm: SavedNorm,
+    transposed_dy: Factor,
+    *,
+    is_delayed: bool,
+) -> Callable[[torch.dtype], Tensor]:
+    """Makes dweight, [out_features, in_features], rounded once to a dtype.
 
-
-class _WeightProduct:
-    """Makes dweight, [out_features, in_features], in a dtype.
-
-    transposed_dy: dy, quantised along its columns.
+    It is float32 where products do not come in that dtype. transposed_dy: dy, quantised along its
+    columns. is_delayed: quantise the normalised tensor now, because norm.x may change before.
     """
+    kept, is_exact = None, call.quantizers.is_exact
+    if saved.kept is not None:
+        kept = saved.kept, saved.kept_scale_inv
+    elif is_delayed:
+        kept = _quantize_again(call, saved.scale, norm)
+    make_again = None if kept else partial(_quantize_again, call, saved.scale, norm)
 
-    def __init__(
-        self,
-        call: QuantizedCall,
-        saved: Saved,
-        operands: Operands,
-        transposed_dy: Factor | None,
-    ) -> None:
-        self.call, self.norm = call, _saved_norm(saved, operands)
-        self.scale, self.transposed_dy = saved.scale, transposed_dy
-        self.kept = None
-        if saved.kept is not None:
-            self.kept = saved.kept, saved.kept_scale_inv
+    def make(dtype: torch.dtype) -> Tensor:
+        data, scale_inv = kept or make_again()
+        normalized = transposed_dy._replace(data=data, scale_inv=scale_inv)
+        dtype = dtype if dtype in _PRODUCT_DTYPES else torch.float32
+        return multiply(transposed_dy, normalized, dtype, is_exact=is_exact)
 
-    def keep(self) -> None:
-        """Quantises the normalised tensor now, because its input may change before it is needed."""
-        if self.kept is None:
-            self.kept = self._quantize_again()
+    return make
 
-    def _quantize_again(self) -> tuple[Tensor, Tensor]:
-        """The transposed 8-bit copy of the normalised tensor and its scale_inv."""
-        options, quantizers, norm = self.call.options, self.call.quantizers, self.norm
-        dtype = quantizers.dtype("input")
-        if self.scale is None or arrays.on_host(norm.x):
-            values = kernels.forward(options, norm.operands, torch.float32)[0]
-            rows = as_rows(values)
-            if self.scale is None:
-                quantized = quantizers.quantize("input", rows, transpose=True)
-            else:
-                quantized = quantization.quantize(rows, self.scale, dtype, transpose=True)
-            return transposed_factor(quantized)[:2]
-        quantized = kernels.quantize_again(options, norm, name_of(dtype), self.scale)
+
+def _quantize_again(
+    call: QuantizedCall, scale: Tensor | None, norm: SavedNorm
+) -> tuple[Tensor, Tensor]:
+    """The transposed 8-bit copy of the normalised tensor and its scale_inv."""
+    dtype = call.quantizers.dtype("input")
+    if scale is not None and not arrays.on_host(norm.x):
+        quantized = kernels.quantize_again(call.options, norm, name_of(dtype), scale)
         return quantized.transposed, quantized.scale_inv
-
-    def __call__(self, dtype: torch.dtype) -> Tensor:
-        """Rounded once to dtype, or in float32 where products do not come in dtype."""
-        dy = self.transposed_dy
-        kept, kept_scale_inv = self.kept or self._quantize_again()
-        return multiply(
-            dy,
-            dy._replace(data=kept, scale_inv=kept_scale_inv),
-            dtype if dtype in _PRODUCT_DTYPES else torch.float32,
-            is_exact=self.call.quantizers.is_exact,
-        )
+    rows = as_rows(kernels.forward(call.options, norm.operands, torch.float32)[0])
+    if scale is None:
+        quantized = call.quantizers.quantize("input", rows, transpose=True)
+    else:
+        quantized = quantization.quantize(rows, scale, dtype, transpose=True)
+    return transposed_factor(quantized)[:2]
 
 
 def _call_of_backward(ctx) -> QuantizedCall:
