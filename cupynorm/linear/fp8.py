@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,13 +261,13 @@ def _quantize_again(
     return transposed_factor(quantized)[:2]
 
 
-def _call_of_backward(ctx) -> QuantizedCall:
+def call_of_backward(ctx: Any, call: QuantizedCall) -> QuantizedCall:
     """The call of a node's backward, which may run for some gradients now and for others later.
 
     Where a step has ended in between, the second one has the scale of the first, and records no
-    amax again.
+    amax again. ctx: of the node, with first_backward, which is None at the beginning.
     """
-    call, quantizers = ctx.call, ctx.call.quantizers
+    quantizers = call.quantizers
     if not isinstance(quantizers.recipe, DelayedScaling):
         return call
     state = quantizers.states["backward"]
@@ -308,6 +308,6 @@ class Projected(torch.autograd.Function):
         operands = Operands.split(tensors[num_saved:], ctx.num_weights)
         wants_input, _, *wants_others = ctx.needs_input_grad[4:]
         incoming, wanted = (dy, dnormalized), (wants_input, *wants_others)
-        call = _call_of_backward(ctx)
+        call = call_of_backward(ctx, ctx.call)
         dx, *others = backward(call, saved, operands, incoming, wanted, ctx.sink)
         return None, None, None, None, dx, None, *others

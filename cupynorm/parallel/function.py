@@ -66,7 +66,7 @@ class Sharded(torch.autograd.Function):
             y, normalized, saved = _MODES[mode].forward(products, operands)
         ctx.save_for_backward(*saved, *tensors)
         ctx.products, ctx.sink = products.without_weight(), sink
-        ctx.num_saved, ctx.num_weights = len(saved), num_weights
+        ctx.num_saved, ctx.num_weights, ctx.first_backward = len(saved), num_weights, None
         ctx.set_materialize_grads(False)
         return as_result(y), as_result(normalized)
 
@@ -81,8 +81,9 @@ class Sharded(torch.autograd.Function):
         operands = Operands.split(tensors[ctx.num_saved :], ctx.num_weights)
         wants_input, _, *wants_others = ctx.needs_input_grad[3:]
         with outside_autocast(operands.input):
-            dx, *others = _MODES[ctx.products.sharding.mode].backward(
-                ctx.products,
+            products = ctx.products.of_backward(ctx)
+            dx, *others = _MODES[products.sharding.mode].backward(
+                products,
                 tensors[: ctx.num_saved],
                 operands,
                 (dy, dnormalized),

@@ -18,7 +18,7 @@ from ..gpu import arrays
 from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
 from ..linear.fold import Folded
-from ..linear.fp8 import QuantizedCall
+from ..linear.fp8 import QuantizedCall, call_of_backward
 from ..linear.matrices import join, split_like, sum_rows
 from ..linear.quantizers import transposed_factor
 from ..linear.weight_gradients import WeightGradientSink, WeightProduct
@@ -118,6 +118,9 @@ class Products:
     def without_weight(self) -> Products:
         """For a backward, which has the weight among its saved tensors."""
 
+    def of_backward(self, ctx: Any) -> Products:
+        """For one of a node's backwards: fp8.call_of_backward."""
+
     def fuses_norm(self, input: Tensor) -> bool:
         """Whether the norm's kernel writes Rows: then `normalize` and `normalize_again` exist."""
 
@@ -183,6 +186,9 @@ class FloatProducts(Products):
 
     def without_weight(self) -> FloatProducts:
         return FloatProducts(self.options, self.sharding)
+
+    def of_backward(self, ctx: Any) -> FloatProducts:
+        return self
 
     def fuses_norm(self, input: Tensor) -> bool:
         return False
@@ -258,6 +264,9 @@ class QuantizedProducts(Products):
 
     def without_weight(self) -> QuantizedProducts:
         return QuantizedProducts(self._call, self.sharding, None)
+
+    def of_backward(self, ctx: Any) -> QuantizedProducts:
+        return QuantizedProducts(call_of_backward(ctx, self._call), self.sharding, None)
 
     def fuses_norm(self, input: Tensor) -> bool:
         """On a GPU, for one scale that needs no other rank, and if nothing else is returned."""
