@@ -12,6 +12,7 @@ which does not keep its input.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ def forward(
     if options.save_normalized:
         kept, kept_scale_inv, *_ = transposed_factor(rows)
     elif recorded:
-        scale = quantizers.scale_to_keep("input", rows)
+        scale = quantizers.scale_to_keep(rows)
     transposed, scale_inv, *_ = transposed_factor(weight)
     saved = Saved(mean, rstd, scale, kept, kept_scale_inv, transposed, scale_inv)
     return y, normalized.to(options.dtype) if options.return_normalized else None, saved
@@ -278,7 +279,9 @@ def call_of_backward(ctx: Any, call: QuantizedCall) -> QuantizedCall:
     num_steps, scale = ctx.first_backward
     if num_steps == state.num_steps:
         return call
-    return call._replace(quantizers=quantizers.of_ended_backward(scale))
+    quantizers = copy.copy(quantizers)
+    quantizers.backward_scale = scale
+    return call._replace(quantizers=quantizers)
 
 
 class Projected(torch.autograd.Function):

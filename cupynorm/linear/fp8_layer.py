@@ -143,7 +143,7 @@ class Fp8Layer(GradientLayer):
         quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
         if isinstance(recipe, DelayedScaling):
             scale = None if past is None else past.scale
-            quantizers.scale = scale
+            quantizers.forward_scale = scale
             scale = self._fp8_states["forward"].scale if scale is None else scale
         self._past_calls.add(
             region,

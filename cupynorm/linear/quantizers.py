@@ -65,24 +65,14 @@ class Quantizers:
 
     states: "forward" and "backward", kept by the layer, for DelayedScaling.
     keeps_amaxes: whether the amaxes of this forward are kept.
-    scale: of the forward's tensors in place of the states', where a forward is run again.
+    forward_scale, backward_scale: used instead of the states' scales: by a forward that is run
+    again, and by a second backward after the step of the first has ended.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        states: dict[str, Scales],
-        keeps_amaxes: bool,
-        scale: Tensor | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, states: dict[str, Scales], keeps_amaxes: bool) -> None:
         self.recipe, self.states, self.keeps_amaxes = recipe, states, keeps_amaxes
-        self.scale, self.gradient_scale = scale, None
-
-    def of_ended_backward(self, scale: Tensor) -> Quantizers:
-        """With the scale of the backward's tensors as it was, whose amaxes have been recorded."""
-        quantizers = Quantizers(self.recipe, self.states, self.keeps_amaxes, self.scale)
-        quantizers.gradient_scale = scale
-        return quantizers
+        self.forward_scale: Tensor | None = None
+        self.backward_scale: Tensor | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
@@ -93,22 +83,22 @@ class Quantizers:
             return None
         if name in BACKWARD:
             state, at = self.states["backward"], BACKWARD.index(name)
-            if self.gradient_scale is not None:
-                return Delayed(self.gradient_scale[at : at + 1], None)
+            if self.backward_scale is not None:
+                return Delayed(self.backward_scale[at : at + 1], None)
             return Delayed(state.scale[at : at + 1], state.amax(at))
         state, at = self.states["forward"], FORWARD.index(name)
-        scale = state.scale if self.scale is None else self.scale
+        scale = state.scale if self.forward_scale is None else self.forward_scale
         return Delayed(scale[at : at + 1], state.amax(at) if self.keeps_amaxes else None)
 
-    def scale_to_keep(self, name: str, quantized: QuantizedTensor) -> Tensor | None:
-        """A copy of the scale of `quantized`, for quantising the tensor again in backward.
+    def scale_to_keep(self, quantized: QuantizedTensor) -> Tensor | None:
+        """A copy of the scale of the input, for quantising it again in backward.
 
         None for blocks. A current scale is the inverse of its inverse, which may differ in the last
         bit.
         """
         if isinstance(self.recipe, IN_BLOCKS):
             return None
-        delayed = self.delayed(name)
+        delayed = self.delayed("input")
         if delayed is not None:
             return delayed.value.clone()
         return (1.0 / quantized.scale_inv).clamp(max=LARGEST_FLOAT32)

@@ -299,7 +299,7 @@ class QuantizedProducts(Products):
 
     def keep(self, rows: QuantizedTensor) -> Kept:
         is_kept = self.options.save_normalized and not self._in_blocks
-        return Kept(rows.data if is_kept else None, self.quantizers.scale_to_keep("input", rows))
+        return Kept(rows.data if is_kept else None, self.quantizers.scale_to_keep(rows))
 
     def gather(self, rows: Matrix) -> Callable[[], Factor]:
         data, scale_inv = self.sharding.gather_input(rows.data), Pending(rows.scale_inv)
