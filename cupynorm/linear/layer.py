@@ -99,8 +99,8 @@ class LinearLayer(Fp8Layer):
         if not isinstance(input, Tensor):
             raise TypeError(f"input is {type_in_words(input)}; expected a torch tensor")
         # torch.jit.trace warns of every shape that is looked at; there the operator checks.
-        is_traced = not modes.is_compiling() and modes.is_jit_traced()
-        if not is_traced and input.shape[-1:] != (self.in_features,):
+        checks_shape = modes.is_compiling() or not modes.is_jit_traced()
+        if checks_shape and (not input.ndim or input.size(-1) != self.in_features):
             raise ValueError(
                 f"input has shape {tuple(input.shape)}; expected (..., {self.in_features}), "
                 "in_features of this layer"
