@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -412,6 +413,19 @@ def test_weight_gradients_under_a_dispatch_mode():
     torch.testing.assert_close(
         module.weight.main_grad, plain.weight.grad, rtol=2.0**-20, atol=2.0**-20
     )
+
+
+def test_a_delayed_8_bit_weight_gradient_frees_the_input():
+    layer = LayerNormLinear(64, 32, delay_wgrad_compute=True, **CPU)
+    x = torch.ones(1000, 64) + 0
+    address = x.data_ptr()
+    with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        y = layer(x)
+    del x
+    y.sum().backward()
+    del y
+    held = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    assert not any(each.data_ptr() == address for each in held)
 
 
 @pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
