@@ -257,8 +257,6 @@ def layer_norm_linear_backward(
     Returns ProjectedBackward(dx, dnorm_weight, dnorm_bias, dweight, dbias). Those of absent norm
     parameters are as for weight 1 and bias 0. Raises as layer_norm_linear.
     """
-    if mean is None:
-        raise TypeError("mean is None; expected the statistic that the forward returned")
     call = LinearBackwardCall(
         dy,
         x,
@@ -339,33 +337,35 @@ def _explicit_options(
 # By library.
 
 
-@cache
-def _torch_modules() -> tuple[ModuleType, ModuleType]:
+def _import_torch_modules() -> tuple[ModuleType, ModuleType]:
     from ..nn import dtypes
     from . import function
 
     return dtypes, function
 
 
+_imported_torch_modules = cache(_import_torch_modules)
+
+
+def _torch_modules() -> tuple[ModuleType, ModuleType]:
+    """nn/dtypes.py and function.py. torch.compile warns about functools.cache."""
+    if route.torch_part().torch.compiler.is_dynamo_compiling():
+        return _import_torch_modules()
+    return _imported_torch_modules()
+
+
 def _product_dtype(input: Array) -> Any:
     """The dtype of the products of a torch tensor, None for other arrays."""
     if not route.is_tensor(input):
         return None
-    # torch.compile traces an import statement, and warns about functools.cache.
-    if route.torch_part().torch.compiler.is_dynamo_compiling():
-        from ..nn import dtypes
-    else:
-        dtypes, _ = _torch_modules()
+    dtypes, _ = _torch_modules()
     return dtypes.product_dtype(input)
 
 
 def _normalize_and_project(call: LinearCall, return_residual: bool) -> Array | tuple[Array, ...]:
     options = call.options
     if options.dtype is not None:
-        if route.torch_part().torch.compiler.is_dynamo_compiling():
-            from . import function
-        else:
-            _, function = _torch_modules()
+        _, function = _torch_modules()
         y, normalized, added = function.normalize_and_project(call)
     else:
         y, normalized, _, _, added = _on_arrays(call)

@@ -176,54 +176,51 @@ def check(operands: Operands, fused: str | None = None, *, is_cast: bool = False
     if fused not in FUSED:
         raise ValueError(f"fused is {fused!r}; expected {expected_fused()}")
     input, _, norm_weight, norm_bias, weights, biases = operands
-    norm_parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias}
-    for at, weight in enumerate(weights):
-        parts = {"weight": weight, "bias": biases[at] if biases else None}
-        _check_shapes(input, parts, norm_parameters)
-    checks.check_dtype(input, "input")
-    for at, weight in enumerate(weights):
-        parts = {"weight": weight, "bias": biases[at] if biases else None}
-        for name, part in parts.items():
-            if part is not None:
-                checks.check_same_place(part, input, name, "input")
-                _check_dtype(part, weight if is_cast else input, name)
-
-
-def _check_shapes(input: Array, parts: Mapping[str, Any], norm_parameters: Mapping[str, Any]):
-    for name, parameter in (parts | norm_parameters).items():
-        if not hasattr(parameter, "shape") and (parameter is not None or name == "weight"):
-            kind = arrays.type_in_words(parameter)
-            raise TypeError(f"{name} is {kind}; expected an array like the input")
-    shape, (weight, bias) = tuple(input.shape), parts.values()
+    shape = tuple(input.shape)
     if not shape:
         raise ValueError("input has no dimension to normalise over; expected at least one")
-    if len(weight.shape) != 2 or weight.shape[1] != shape[-1]:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}, input {shape}; "
-            f"expected (out_features, {shape[-1]})"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), a number for each "
-            "row of weight"
-        )
-    for name, parameter in norm_parameters.items():
+    checks.check_dtype(input, "input")
+    for at, weight in enumerate(weights):
+        _check_parameter(weight, "weight", input)
+        if len(weight.shape) != 2 or weight.shape[1] != shape[-1]:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}, input {shape}; "
+                f"expected (out_features, {shape[-1]})"
+            )
+        if not is_cast:
+            _check_same_dtype(weight, "weight", input, "input")
+        if biases:
+            _check_parameter(biases[at], "bias", input, weight.shape[:1])
+            like, name = (weight, "weight") if is_cast else (input, "input")
+            _check_same_dtype(biases[at], "bias", like, name)
+    for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if parameter is not None:
-            if tuple(parameter.shape) != shape[-1:]:
-                raise ValueError(
-                    f"{name} has shape {tuple(parameter.shape)}; expected {shape[-1:]}"
-                )
-            checks.check_same_place(parameter, input, name, "input")
+            _check_parameter(parameter, name, input, shape[-1:])
+            checks.check_dtype(parameter, name)
 
 
-def _check_dtype(part: Array, like: Array, name: str) -> None:
-    dtype, expected = arrays.dtype_name(part), arrays.dtype_name(like)
+def _check_parameter(
+    parameter: Any, name: str, input: Array, shape: Sequence[int] | None = None
+) -> None:
+    """Raises unless it is an array where input is, and of a shape if one is given."""
+    if not hasattr(parameter, "shape"):
+        kind = arrays.type_in_words(parameter)
+        raise TypeError(f"{name} is {kind}; expected an array like the input")
+    checks.check_same_place(parameter, input, name, "input")
+    if shape is not None and tuple(parameter.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(parameter.shape)}; expected {tuple(shape)}")
+
+
+def _check_same_dtype(array: Array, name: str, like: Array, like_name: str) -> None:
+    dtype, expected = arrays.dtype_name(array), arrays.dtype_name(like)
     if dtype != expected:
-        raise TypeError(f"{name} is of dtype {dtype}, input of {expected}; expected both the same")
+        raise TypeError(
+            f"{name} is of dtype {dtype}, {like_name} of {expected}; expected both the same"
+        )
 
 
 def take(array: Array | None, name: str) -> Array | None:
-    """An argument as an array of one of the libraries. Raises TypeError for anything else."""
+    """An optional argument as an array of one of the libraries, else TypeError."""
     return None if array is None else arrays.take(array, name)
 
 
@@ -231,12 +228,12 @@ def take_operands(operands: Operands) -> Operands:
     """The operands as arrays of one of the libraries."""
     input, residual, norm_weight, norm_bias, weights, biases = operands
     return Operands(
-        take(input, "x"),
+        arrays.take(input, "input"),
         take(residual, "residual"),
         take(norm_weight, "norm_weight"),
         take(norm_bias, "norm_bias"),
-        [take(weight, "weight") for weight in weights],
-        [take(bias, "bias") for bias in biases],
+        [arrays.take(weight, "weight") for weight in weights],
+        [arrays.take(bias, "bias") for bias in biases],
     )
 
 
@@ -252,24 +249,22 @@ def check_backward(call: LinearBackwardCall) -> LinearBackwardCall:
     gradients = gradients if isinstance(gradients, str) else tuple(gradients)
     if isinstance(gradients, str) or any(name not in GRADIENTS for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {expected}")
+    for name in ("mean", "rstd") if call.options.centered else ("rstd",):
+        if getattr(call, name) is None:
+            raise TypeError(f"{name} is None; expected the statistic that the forward returned")
     fields = call._asdict()
     del fields["options"], fields["gradients"]
     converted = {name: take(array, name) for name, array in fields.items()}
     call = call._replace(**converted, gradients=gradients)
     x, weight = call.x, call.weight
     check(Operands(x, None, call.norm_weight, call.norm_bias, (weight,), ()))
-    dtype, shape = arrays.dtype_name(x), (*x.shape[:-1], weight.shape[0])
+    shape = (*x.shape[:-1], weight.shape[0])
     if call.dy is None or tuple(call.dy.shape) != shape:
         shape_of_dy = None if call.dy is None else tuple(call.dy.shape)
         raise ValueError(f"dy has shape {shape_of_dy}; expected that of y, {shape}")
-    if arrays.dtype_name(call.dy) != dtype:
-        raise TypeError(
-            f"dy is of dtype {arrays.dtype_name(call.dy)}, x of {dtype}; expected both the same"
-        )
+    _check_same_dtype(call.dy, "dy", x, "x")
     for name in ("normalized", "dnormalized", "dsum"):
-        checks.take_like(getattr(call, name), x, tuple(x.shape), name, "x")
-    for name in ("normalized", "dnormalized"):
-        array = getattr(call, name)
-        if array is not None and arrays.dtype_name(array) != dtype:
-            raise TypeError(f"{name} is of dtype {arrays.dtype_name(array)}; expected x's, {dtype}")
+        array = checks.take_like(getattr(call, name), x, tuple(x.shape), name, "x")
+        if array is not None and name != "dsum":
+            _check_same_dtype(array, name, x, "x")
     return call

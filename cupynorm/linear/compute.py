@@ -20,7 +20,7 @@ from ..norm.prepared import FOR_STATISTICS_ALONE
 from . import few_rows, fold, kernels, one_kernel
 from .call import GRADIENTS, LinearBackwardCall, LinearCall, LinearOptions
 from .kernels import SavedNorm
-from .matrices import as_rows
+from .matrices import as_rows, split_like
 from .norms import KERNELS, Norms
 from .weight_gradients import WeightGradientSink, WeightProduct
 
@@ -47,7 +47,7 @@ def forward(
     """
     operands, options = call
     if options.fused == "fold":
-        return _forward_folded(call, weight, bias, folded)
+        return _forward_folded(call, folded)
     few = few_rows.choose(call, purpose)
     if few is not None:
         y, mean, rstd, added = few_rows.forward(call, few, weight, bias, purpose)
@@ -62,22 +62,14 @@ def forward(
 
 
 def _forward_folded(
-    call: LinearCall, weight: Tensor, bias: Tensor | None, folded: fold.Folded | None
+    call: LinearCall, folded: fold.Folded | None
 ) -> tuple[Tensor, None, Tensor | None, Tensor, Tensor]:
     operands, options = call
     # The statistics alone: one pass over x that writes no y.
     of_input = operands._replace(norm_weight=None, norm_bias=None)
     _, mean, rstd, added = kernels.forward(options, of_input, options.dtype, FOR_STATISTICS_ALONE)
+    folded = folded or fold.fold_call(call)
     with outside_autocast(operands.input):
-        folded = folded or fold.fold(
-            operands.norm_weight,
-            operands.norm_bias,
-            weight,
-            bias,
-            centered=options.centered,
-            zero_centered_weight=options.zero_centered_weight,
-            dtype=options.dtype,
-        )
         return fold.project_folded(added, mean, rstd, folded), None, mean, rstd, added
 
 
@@ -125,8 +117,7 @@ def gradients(
     # Each tensor is freed before the next one is made, so that few exist at a time.
     dbiases: Sequence[Tensor | None] = [None] * len(biases)
     if rows is not None and sink is None and any(wants_biases):
-        sizes = [len(part) for part in biases]
-        dbiases = norms.sum_rows(rows, biases[0].dtype).split(sizes)
+        dbiases = split_like(norms.sum_rows(rows, biases[0].dtype), biases)
     dx, dnorm_weight, dnorm_bias = dsum, None, None
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(rows, saved, dnormalized)
@@ -153,9 +144,7 @@ def gradients(
     elif wants_normalized:
         if normalized is None:
             normalized = norms.normalize(options, saved.norm.operands)
-        dweight = rows.t() @ as_rows(normalized)
-        parts = dweight.split([len(part) for part in weights])
-        dweights = [each.to(part.dtype) for each, part in zip(parts, weights)]
+        dweights = split_like(rows.t() @ as_rows(normalized), weights)
     all_gradients = (dx, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases)
     return tuple(
         gradient if is_wanted else None for gradient, is_wanted in zip(all_gradients, wanted)

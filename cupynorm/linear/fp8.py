@@ -12,8 +12,10 @@ which does not keep its input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +30,8 @@ from ..norm.quantized_tensor import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
 from .kernels import SavedNorm
-from .matrices import as_result, as_rows, concatenate, sum_rows, without_memory
-from .quantizers import Quantizers
+from .matrices import as_result, as_rows, join, split_like, without_memory
+from .quantizers import Quantizers, transposed_factor
 from .weight_gradients import WeightGradientSink, WeightProduct
 
 # Whether the backward that runs may run again. Older versions of torch do not tell.
@@ -94,7 +96,7 @@ def forward(
     """
     options, quantizers = call.options, call.quantizers
     rows, normalized, mean, rstd = _normalize(call, operands, recorded=recorded)
-    bias = concatenate(operands.biases)
+    bias = join(operands.biases)
     bias = None if bias is None else bias.to(options.dtype)
     # The scales of an input that was given in 8 bits may be no powers of two, except in MXFP8.
     is_exact = call.input is None or rows.scale_inv.dtype == torch.uint8
@@ -103,18 +105,11 @@ def forward(
     y = y.reshape(*operands.input.shape[:-1], y.shape[-1])
     scale, kept, kept_scale_inv = None, None, None
     if options.save_normalized:
-        kept, kept_scale_inv = rows.transposed, _transposed_scale_inv(rows)
+        kept, kept_scale_inv, *_ = transposed_factor(rows)
     elif recorded:
-        scale = quantizers.scale_to_keep("input", rows)
-    saved = Saved(
-        mean,
-        rstd,
-        scale,
-        kept,
-        kept_scale_inv,
-        weight.transposed,
-        _transposed_scale_inv(weight),
-    )
+        scale = quantizers.scale_to_keep(rows)
+    transposed, scale_inv, *_ = transposed_factor(weight)
+    saved = Saved(mean, rstd, scale, kept, kept_scale_inv, transposed, scale_inv)
     return y, normalized.to(options.dtype) if options.return_normalized else None, saved
 
 
@@ -143,19 +138,8 @@ def _normalize(call: QuantizedCall, operands: Operands, *, recorded: bool) -> _N
         rows = quantizers.quantize("input", as_rows(values), transpose=transpose)
         return _Normalized(rows, values, mean, rstd)
     quantization, scale, amax = quantizers.of_normalized(transpose=transpose)
-    rows_of_input = operands._replace(input=as_rows(input))
-    rows, mean, rstd = kernels.forward_quantized(options, rows_of_input, quantization, scale, amax)
-    leading = input.shape[:-1]
-    mean = None if mean is None else mean.reshape(leading)
-    return _Normalized(rows, None, mean, rstd.reshape(leading))
-
-
-def _transposed_scale_inv(quantized: QuantizedTensor) -> Tensor:
-    return (
-        quantized.scale_inv
-        if quantized.transposed_scale_inv is None
-        else quantized.transposed_scale_inv
-    )
+    rows, mean, rstd = kernels.forward_quantized(options, operands, quantization, scale, amax)
+    return _Normalized(rows, None, mean, rstd)
 
 
 # Backward.
@@ -183,21 +167,16 @@ def backward(
     # Each tensor is freed before the next one is made, so that few exist at a time.
     data = transposed = dbias = None
     if rows is not None:
-        quantized, dbias = quantizers.quantize_gradient(
+        (data, transposed), dbias = quantizers.quantize_gradient(
             rows, biases[0].dtype if sums_rows else None
         )
-        data = Factor(
-            quantized.data, quantized.scale_inv, quantized.block_rows, quantized.block_cols
-        )
-        transposed = data._replace(
-            data=quantized.transposed, scale_inv=_transposed_scale_inv(quantized)
-        )
-        quantized = None
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(call, saved, data, operands.input, dnormalized)
     data, norm_gradients = None, (None, None, None)
+    norm = SavedNorm(
+        operands.input, saved.mean, saved.rstd, operands.norm_weight, operands.norm_bias
+    )
     if dnormalized is not None and any(wants_norm):
-        norm = _saved_norm(saved, operands)
         norm_gradients = kernels.backward(
             call.options,
             dnormalized,
@@ -209,21 +188,18 @@ def backward(
     dnormalized = None
 
     dweights, dbiases = [None] * len(weights), [None] * len(biases)
-    product = _WeightProduct(call, saved, operands, transposed)
     if sink is not None and rows is None:
         sink.take_nothing()
-    elif sink is not None:
-        if sink.delays and any(wants_weights):
-            product.keep()
-        weight_product = WeightProduct(rows, make_dweight=product)
-        dweights, dbiases = sink.take(weight_product, wants_parts)
     elif rows is not None:
-        if any(wants_weights):
-            parts = product(weights[0].dtype).split([len(each) for each in weights])
-            dweights = [part.to(each.dtype) for part, each in zip(parts, weights)]
+        is_delayed = sink is not None and sink.delays and any(wants_weights)
+        make_dweight = _dweight_maker(call, saved, norm, transposed, is_delayed=is_delayed)
+        if sink is not None:
+            product = WeightProduct(rows, make_dweight=make_dweight)
+            dweights, dbiases = sink.take(product, wants_parts)
+        elif any(wants_weights):
+            dweights = split_like(make_dweight(weights[0].dtype), weights)
         if sums_rows:
-            dbias = sum_rows(rows, biases[0].dtype) if dbias is None else dbias
-            dbiases = dbias.split([len(each) for each in biases])
+            dbiases = split_like(dbias, biases)
     gradients = (*norm_gradients, *dweights, *dbiases)
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted))
 
@@ -241,70 +217,58 @@ def _dnormalized(
     return total if dnormalized is None else total + dnormalized
 
 
-def _saved_norm(saved: Saved, operands: Operands) -> SavedNorm:
-    _, _, norm_weight, norm_bias, _, _ = operands
-    return SavedNorm(operands.input, saved.mean, saved.rstd, norm_weight, norm_bias)
+def _dweight_maker(
+    call: QuantizedCall,
+    saved: Saved,
+    norm: SavedNorm,
+    transposed_dy: Factor,
+    *,
+    is_delayed: bool,
+) -> Callable[[torch.dtype], Tensor]:
+    """Makes dweight, [out_features, in_features], rounded once to a dtype.
 
-
-class _WeightProduct:
-    """Makes dweight, [out_features, in_features], in a dtype.
-
-    transposed_dy: dy, quantised along its columns.
+    It is float32 where products do not come in that dtype. transposed_dy: dy, quantised along its
+    columns. is_delayed: quantise the normalised tensor now, because norm.x may change before.
     """
+    kept, is_exact = None, call.quantizers.is_exact
+    if saved.kept is not None:
+        kept = saved.kept, saved.kept_scale_inv
+    elif is_delayed:
+        kept = _quantize_again(call, saved.scale, norm)
+    make_again = None if kept else partial(_quantize_again, call, saved.scale, norm)
 
-    def __init__(
-        self,
-        call: QuantizedCall,
-        saved: Saved,
-        operands: Operands,
-        transposed_dy: Factor | None,
-    ) -> None:
-        self.call, self.norm = call, _saved_norm(saved, operands)
-        self.scale, self.transposed_dy = saved.scale, transposed_dy
-        self.kept = None
-        if saved.kept is not None:
-            self.kept = saved.kept, saved.kept_scale_inv
+    def make(dtype: torch.dtype) -> Tensor:
+        data, scale_inv = kept or make_again()
+        normalized = transposed_dy._replace(data=data, scale_inv=scale_inv)
+        dtype = dtype if dtype in _PRODUCT_DTYPES else torch.float32
+        return multiply(transposed_dy, normalized, dtype, is_exact=is_exact)
 
-    def keep(self) -> None:
-        """Quantises the normalised tensor now, because its input may change before it is needed."""
-        if self.kept is None:
-            self.kept = self._quantize_again()
+    return make
 
-    def _quantize_again(self) -> tuple[Tensor, Tensor]:
-        """The transposed 8-bit copy of the normalised tensor and its scale_inv."""
-        options, quantizers, norm = self.call.options, self.call.quantizers, self.norm
-        dtype = quantizers.dtype("input")
-        if self.scale is None or arrays.on_host(norm.x):
-            values = kernels.forward(options, norm.operands, torch.float32)[0]
-            rows = as_rows(values)
-            if self.scale is None:
-                quantized = quantizers.quantize("input", rows, transpose=True)
-            else:
-                quantized = quantization.quantize(rows, self.scale, dtype, transpose=True)
-            return quantized.transposed, _transposed_scale_inv(quantized)
-        norm = norm._replace(x=as_rows(norm.x))
-        quantized = kernels.quantize_again(options, norm, name_of(dtype), self.scale)
+
+def _quantize_again(
+    call: QuantizedCall, scale: Tensor | None, norm: SavedNorm
+) -> tuple[Tensor, Tensor]:
+    """The transposed 8-bit copy of the normalised tensor and its scale_inv."""
+    dtype = call.quantizers.dtype("input")
+    if scale is not None and not arrays.on_host(norm.x):
+        quantized = kernels.quantize_again(call.options, norm, name_of(dtype), scale)
         return quantized.transposed, quantized.scale_inv
-
-    def __call__(self, dtype: torch.dtype) -> Tensor:
-        """Rounded once to dtype, or in float32 where products do not come in dtype."""
-        dy = self.transposed_dy
-        kept, kept_scale_inv = self.kept or self._quantize_again()
-        return multiply(
-            dy,
-            dy._replace(data=kept, scale_inv=kept_scale_inv),
-            dtype if dtype in _PRODUCT_DTYPES else torch.float32,
-            is_exact=self.call.quantizers.is_exact,
-        )
+    rows = as_rows(kernels.forward(call.options, norm.operands, torch.float32)[0])
+    if scale is None:
+        quantized = call.quantizers.quantize("input", rows, transpose=True)
+    else:
+        quantized = quantization.quantize(rows, scale, dtype, transpose=True)
+    return transposed_factor(quantized)[:2]
 
 
-def _call_of_backward(ctx) -> QuantizedCall:
+def call_of_backward(ctx: Any, call: QuantizedCall) -> QuantizedCall:
     """The call of a node's backward, which may run for some gradients now and for others later.
 
     Where a step has ended in between, the second one has the scale of the first, and records no
-    amax again.
+    amax again. ctx: of the node, with first_backward, which is None at the beginning.
     """
-    call, quantizers = ctx.call, ctx.call.quantizers
+    quantizers = call.quantizers
     if not isinstance(quantizers.recipe, DelayedScaling):
         return call
     state = quantizers.states["backward"]
@@ -315,7 +279,9 @@ def _call_of_backward(ctx) -> QuantizedCall:
     num_steps, scale = ctx.first_backward
     if num_steps == state.num_steps:
         return call
-    return call._replace(quantizers=quantizers.of_ended_backward(scale))
+    quantizers = copy.copy(quantizers)
+    quantizers.backward_scale = scale
+    return call._replace(quantizers=quantizers)
 
 
 class Projected(torch.autograd.Function):
@@ -337,8 +303,7 @@ class Projected(torch.autograd.Function):
     def backward(ctx, dy, dnormalized):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a differentiable gradient was asked for of a layer inside fp8_autocast; "
-                "expected create_graph=False"
+                "create_graph is True for a layer inside fp8_autocast; expected create_graph=False"
             )
         num_saved = len(Saved._fields)
         tensors = ctx.saved_tensors
@@ -346,6 +311,6 @@ class Projected(torch.autograd.Function):
         operands = Operands.split(tensors[num_saved:], ctx.num_weights)
         wants_input, _, *wants_others = ctx.needs_input_grad[4:]
         incoming, wanted = (dy, dnormalized), (wants_input, *wants_others)
-        call = _call_of_backward(ctx)
+        call = call_of_backward(ctx, ctx.call)
         dx, *others = backward(call, saved, operands, incoming, wanted, ctx.sink)
         return None, None, None, None, dx, None, *others

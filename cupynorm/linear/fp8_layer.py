@@ -19,13 +19,13 @@ from . import fp8_operator, kernels
 from .call import LinearCall, LinearOptions, Operands
 from .fp8 import RegionCall
 from .function import check_call
+from .gradient_layer import GradientLayer
 from .matrices import as_rows, join
 from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
-from .weight_gradients import WeightGradientSink
 
 
-class Fp8Layer(torch.nn.Module):
+class Fp8Layer(GradientLayer):
     """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
@@ -40,7 +40,7 @@ class Fp8Layer(torch.nn.Module):
     _past_calls: PastCalls
 
     def _begin_state(self) -> None:
-        """Must run in the constructor."""
+        super()._begin_state()
         self._fp8_states, self._fp8_weight = {}, None
         self._slot = amaxes.new_slot(self._kind())
         self._past_calls = PastCalls()
@@ -78,24 +78,10 @@ class Fp8Layer(torch.nn.Module):
             self._past_calls.add(None, is_recorded=torch.is_grad_enabled())
         return region
 
-    def _needs_eager(self) -> bool:
-        """Whether the compiler must not trace a call, because a checkpoint may run it again.
-
-        The call then looks for the region of its first run, which no graph can.
-        """
-        return modes.is_compiling() and autocast.active() is None and not self._past_calls.is_empty
-
     def _project_in_fp8(
-        self,
-        call: RegionCall,
-        operands: Operands,
-        fp8_output: bool,
-        make_sink: Callable[[], WeightGradientSink] | None,
+        self, call: RegionCall, operands: Operands, fp8_output: bool
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-        """y (quantised with fp8_output) and the normalised tensor or None.
-
-        make_sink: makes what takes the gradients of weights and biases, if anything does.
-        """
+        """y (quantised with fp8_output) and the normalised tensor or None."""
         if operands.input.is_nested:
             if fp8_output:
                 raise NotImplementedError(
@@ -103,19 +89,14 @@ class Fp8Layer(torch.nn.Module):
                 )
             packing = nested.Packing(operands.input, 1)
             operands = operands._replace(input=packing.values(operands.input, "input"))
-            return packing.nested(self._project_in_fp8(call, operands, fp8_output, make_sink))
-        is_plain = not fp8_output and make_sink is None and call.input is None
-        if modes.is_compiling() and call.region.text and is_plain:
+            return packing.nested(self._project_in_fp8(call, operands, fp8_output))
+        if modes.is_compiling() and call.region.text and not fp8_output and call.input is None:
             call = self._checked(call, operands, fp8_output)
             return fp8_operator.by_operator(call, operands, self._number)
-        return modes.run_untraced(self._run_in_fp8)(call, operands, fp8_output, make_sink)
+        return modes.run_untraced(self._run_in_fp8)(call, operands, fp8_output)
 
     def _run_in_fp8(
-        self,
-        call: RegionCall,
-        operands: Operands,
-        fp8_output: bool,
-        make_sink: Callable[[], WeightGradientSink] | None,
+        self, call: RegionCall, operands: Operands, fp8_output: bool
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         _refuse_transforms()
         if operands.input.is_meta:
@@ -123,7 +104,7 @@ class Fp8Layer(torch.nn.Module):
         call = self._checked(call, operands, fp8_output)
         quantized_call, weight = self.begin_in_fp8(call, operands)
         if call.recorded:
-            sink = None if make_sink is None else make_sink()
+            sink = self._make_sink(call.is_first_microbatch) if self._has_sink() else None
             num_weights = len(operands.weights)
             return fp8_linear.Projected.apply(
                 quantized_call, weight, sink, num_weights, *operands.all
@@ -170,7 +151,7 @@ class Fp8Layer(torch.nn.Module):
         quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
         if isinstance(recipe, DelayedScaling):
             scale = None if past is None else past.scale
-            quantizers.scale = scale
+            quantizers.forward_scale = scale
             scale = self._fp8_states["forward"].scale if scale is None else scale
         self._past_calls.add(
             region,
@@ -179,8 +160,9 @@ class Fp8Layer(torch.nn.Module):
             scale=scale,
             is_compiled=is_compiled,
         )
-        quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
-        quantized_call = quantized_call._replace(input=call.input)
+        quantized_call = fp8_linear.QuantizedCall(
+            call.options, quantizers, call.quantize_gradient, call.input
+        )
         if isinstance(recipe, DelayedScaling) and keeps:
             self._use_scales(region, recipe)
         return quantized_call, self._quantized_weight(call, operands, quantizers)
@@ -191,20 +173,20 @@ class Fp8Layer(torch.nn.Module):
             used = amaxes.UsedScales(self._fp8_states[name], recipe, region.group)
             region.used[self._slot, at] = used
 
-    def _calibrate(self, call: LinearCall) -> None:
+    def _calibrate(self, operands: Operands) -> None:
         """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
         region = autocast.calibration()
-        if region is not None and not call.operands.input.is_meta:
-            modes.run_untraced(self._record_amaxes)(call, region)
+        if region is not None and not operands.input.is_meta:
+            modes.run_untraced(self._record_amaxes)(operands, region)
 
-    def _record_amaxes(self, call: LinearCall, region: autocast.Region) -> None:
+    def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
         if modes.is_inside_backward():
             return  # a checkpoint runs the call again
         _refuse_transforms()
-        operands, recipe = call.operands, region.calibration
+        recipe, options = region.calibration, self.linear_options(torch.float32)
         with torch.no_grad(), outside_autocast(operands.input):
             quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=True)
-            normalized = kernels.forward(call.options, operands, torch.float32)[0]
+            normalized = kernels.forward(options, operands, torch.float32)[0]
             quantizers.record("input", as_rows(normalized))
             quantizers.record("weight", join(operands.weights))
         self._use_scales(region, recipe)
@@ -214,12 +196,6 @@ class Fp8Layer(torch.nn.Module):
         call adds its amaxes to the history of delayed scaling."""
         states = states_of(self._fp8_states, recipe, device, keeps_amaxes=keeps_amaxes)
         return Quantizers(recipe, states, keeps_amaxes)
-
-    def quantized_call(
-        self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool
-    ) -> fp8_linear.QuantizedCall:
-        """What a call of linear/fp8.py needs beside its operands."""
-        return fp8_linear.QuantizedCall(options, quantizers, quantize_gradient)
 
     def _quantized_weight(
         self, call: RegionCall, operands: Operands, quantizers: Quantizers
@@ -273,10 +249,7 @@ class Fp8Layer(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {
-            "_fp8_weight": None,
-            "_past_calls": PastCalls(),
-        }
+        return super().__getstate__() | {"_fp8_weight": None, "_past_calls": PastCalls()}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

@@ -46,7 +46,7 @@ _library.define(
 )
 _library.define(
     "norm_linear_in_fp8_backward(Tensor? dy, Tensor? dnormalized, Tensor input, "
-    "Tensor? norm_weight, Tensor? norm_bias, Tensor[] waiting, Tensor[] weights, Tensor[] biases, "
+    "Tensor? norm_weight, Tensor? norm_bias, Tensor[] saved, Tensor[] weights, Tensor[] biases, "
     "Tensor layer, str recipe, ScalarType dtype, bool quantize_gradient, bool[] wanted) "
     "-> Tensor[]",
     tags=tuple(_TAGS),
@@ -76,21 +76,16 @@ class _Arguments(NamedTuple):
     keeps_amaxes: bool
     recorded: bool
 
-    @property
-    def operands(self) -> Operands:
-        norm = self.norm_weight, self.norm_bias
-        return Operands(self.input, None, *norm, self.weights, self.biases)
-
 
 class _BackwardArguments(NamedTuple):
-    """The backward operator's arguments, in the order of its schema. waiting: of fp8.Saved."""
+    """The backward operator's arguments, in the order of its schema. saved: fp8.Saved."""
 
     dy: Tensor | None
     dnormalized: Tensor | None
     input: Tensor
     norm_weight: Tensor | None
     norm_bias: Tensor | None
-    waiting: Sequence[Tensor]
+    saved: Sequence[Tensor]
     weights: Sequence[Tensor]
     biases: Sequence[Tensor]
     layer: Tensor
@@ -99,10 +94,10 @@ class _BackwardArguments(NamedTuple):
     quantize_gradient: bool
     wanted: Sequence[bool]
 
-    @property
-    def operands(self) -> Operands:
-        norm = self.norm_weight, self.norm_bias
-        return Operands(self.input, None, *norm, self.weights, self.biases)
+
+def _operands_of(arguments: _Arguments | _BackwardArguments) -> Operands:
+    norm = arguments.norm_weight, arguments.norm_bias
+    return Operands(arguments.input, None, *norm, arguments.weights, arguments.biases)
 
 
 class Layer(Protocol):
@@ -113,10 +108,6 @@ class Layer(Protocol):
     def quantizers(
         self, recipe: Recipe, device: torch.device, *, keeps_amaxes: bool
     ) -> Quantizers: ...
-
-    def quantized_call(
-        self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool
-    ) -> QuantizedCall: ...
 
     def begin_in_fp8(
         self, call: RegionCall, operands: Operands, *, is_compiled: bool = False
@@ -176,7 +167,7 @@ def by_operator(call: RegionCall, operands: Operands, number: Tensor) -> tuple[T
 
 def _run(*values: Any) -> tuple[Tensor, ...]:
     arguments = _Arguments(*values)
-    operands, recorded = arguments.operands, arguments.recorded
+    operands, recorded = _operands_of(arguments), arguments.recorded
     layer, region = _layer_of(arguments.layer), autocast.active()
     keeps_amaxes = arguments.keeps_amaxes and region is not None
     if region is None:
@@ -246,7 +237,7 @@ def _save(ctx, inputs, output):
     _, normalized, *saved = output
     unused = saved if arguments.return_normalized else [*saved, normalized]
     ctx.mark_non_differentiable(*unused)
-    operands = arguments.operands
+    operands = _operands_of(arguments)
     ctx.save_for_backward(arguments.layer, *saved, *operands.all)
     ctx.set_materialize_grads(False)
     ctx.num_parts = len(operands.weights), len(operands.biases)
@@ -285,13 +276,13 @@ def _differentiate(ctx, dy, dnormalized, *_):
 
 def _run_backward(*values: Any) -> list[Tensor]:
     arguments = _BackwardArguments(*values)
-    input, layer = arguments.input, _layer_of(arguments.layer)
+    input, operands, layer = arguments.input, _operands_of(arguments), _layer_of(arguments.layer)
     recipe = autocast.recipe_of(arguments.recipe)
     options = layer.linear_options(arguments.dtype)
     with torch.no_grad():
         quantizers = layer.quantizers(recipe, input.device, keeps_amaxes=True)
-        call = layer.quantized_call(options, quantizers, arguments.quantize_gradient)
-        saved = fp8.Saved(*arguments.waiting)
+        call = QuantizedCall(options, quantizers, arguments.quantize_gradient)
+        saved = fp8.Saved(*arguments.saved)
         if not options.centered:
             saved = saved._replace(mean=None)
         if not options.save_normalized:
@@ -300,7 +291,7 @@ def _run_backward(*values: Any) -> list[Tensor]:
             saved = saved._replace(scale=None)
         incoming = arguments.dy, arguments.dnormalized
         with outside_autocast(input):
-            gradients = fp8.backward(call, saved, arguments.operands, incoming, arguments.wanted)
+            gradients = fp8.backward(call, saved, operands, incoming, arguments.wanted)
     return [input.new_empty(0) if each is None else _alone(each) for each in gradients]
 
 
@@ -313,7 +304,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 def _run_backward_without_memory(*values: Any) -> list[Tensor]:
     arguments = _BackwardArguments(*values)
-    input, _, *others = arguments.operands.all
+    input, _, *others = _operands_of(arguments).all
     return [
         each.new_empty(each.shape) if is_wanted else input.new_empty(0)
         for each, is_wanted in zip((input, *others), arguments.wanted)

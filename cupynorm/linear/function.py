@@ -24,7 +24,7 @@ from ..norm.prepared import FOR_STATISTICS, FOR_Y
 from . import compute, dtensors, fold, one_kernel
 from .call import LinearCall, Operands, check, has_no_normalized
 from .kernels import SavedNorm
-from .matrices import as_result, join
+from .matrices import as_result, concatenate, join
 from .norms import FORMULAS, KERNELS, OPERATORS, normalize_and_add
 from .operator import by_operator, fits
 from .weight_gradients import WeightGradientSink
@@ -150,11 +150,8 @@ def _normalize_and_project_transformed(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """By functions that torch's transforms and forward mode know."""
     normalized, added = normalize_and_add(call)
-    dtype = call.options.dtype
-    weight, bias = (
-        None if not parts else (torch.cat(parts) if len(parts) > 1 else parts[0]).to(dtype)
-        for parts in (call.operands.weights, call.operands.biases)
-    )
+    operands, dtype = call.operands, call.options.dtype
+    weight, bias = concatenate(operands.weights, dtype), concatenate(operands.biases, dtype)
     y = functional.linear(normalized, weight, bias)
     return y, normalized if call.options.return_normalized else None, added
 
@@ -210,14 +207,12 @@ class Projected(torch.autograd.Function):
             norms, weight = KERNELS, join(weights) if cast is None else cast
         if norms is not KERNELS and ctx.sink is not None:
             raise RuntimeError(
-                "a differentiable gradient was asked for of a layer that hands its weight "
-                "gradients on (fuse_wgrad_accumulation or delay_wgrad_compute); expected "
-                "create_graph=False"
+                "create_graph is True for a layer with fuse_wgrad_accumulation or "
+                "delay_wgrad_compute; expected create_graph=False"
             )
         with dtypes.outside_autocast(norm.x):  # backward() may be called inside of it
             if weight is None:
-                weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-                weight = weight.to(ctx.options.dtype)
+                weight = concatenate(weights, ctx.options.dtype)
             saved = compute.Saved(norm, normalized, weight, weights, biases)
             wanted = ctx.needs_input_grad[3:]
             gradients = compute.gradients(norms, ctx.options, saved, incoming, wanted, ctx.sink)

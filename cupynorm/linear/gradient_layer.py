@@ -10,39 +10,38 @@ from torch import Tensor
 
 from ..nn.dtypes import outside_autocast
 from ..nn.modes import is_inside_backward, wants_gradient
-from .rank_gradients import DataParallel, check_is_leaf
+from .data_parallel import DataParallel, check_is_leaf
 from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
 
 
 class GradientLayer(torch.nn.Module):
     """The part of a layer whose weight gradients do not go to autograd.
 
-    The subclass sets fuse_wgrad_accumulation, delay_wgrad_compute, weight_names, bias_names,
-    use_bias and return_bias, and has the lists _weights() and _biases().
+    The subclass sets fuse_wgrad_accumulation, delay_wgrad_compute, weight_names, bias_names and
+    return_bias, and has the lists _weights() and _biases().
     """
 
-    def _begin_gradients(self) -> None:
+    def _begin_state(self) -> None:
         """Must run in the constructor."""
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self._step, self._begins_later = Step(False), False
         self._delayed: deque[Callable[[], None]] = deque()
         self._data_parallel = DataParallel()
 
-    def _begin_forward(self, is_first_microbatch: bool | None) -> bool:
-        """Whether the layer hands its weight gradients on."""
+    def _parts(self) -> list[Tensor]:
+        """The weights and biases that the layer holds now."""
+        return [*self._weights(), *self._biases()]
+
+    def _begin_forward(self, is_first_microbatch: bool | None) -> None:
+        """Notes a first microbatch that is not recorded: a checkpoint may record it later."""
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
             self._begins_later = self._begins_later or not torch.is_grad_enabled()
-        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
 
-    def _hands_gradients_on(self) -> bool:
-        """Whether a call now leaves weight gradients to main_grad or backward_dw().
-
-        The compiler then calls the layer untraced as a whole: torch 2.11 fails where the graph
-        breaks further inside, beside tuples that the traced part has made.
-        """
-        is_asked = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        parameters = (*self._weights(), *self._biases())
-        return is_asked and torch.is_grad_enabled() and wants_gradient(*parameters)
+    def _has_sink(self) -> bool:
+        """Whether a WeightGradientSink takes the weight gradients of a call now."""
+        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            return False
+        return torch.is_grad_enabled() and wants_gradient(*self._parts())
 
     def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
         weights, step = self._weights(), None
@@ -60,17 +59,10 @@ class GradientLayer(torch.nn.Module):
         biases = [] if self.return_bias else self._biases()
         if not self.delay_wgrad_compute:
             return WeightGradientSink(weights, biases, step, None)
-        for name, parameter in zip(self._delayed_names(), (*weights, *biases)):
+        for name, parameter in zip((*self.weight_names, *self.bias_names), (*weights, *biases)):
             check_is_leaf(name, parameter)
-        delay = Delay(self._delayed, self._present, self._data_parallel.group(weights[0]))
+        delay = Delay(self._delayed, self._parts, self._data_parallel.group(weights[0]))
         return WeightGradientSink(weights, biases, step, delay)
-
-    def _delayed_names(self) -> list[str]:
-        return self.weight_names + (self.bias_names if self.use_bias else [])
-
-    def _present(self) -> list[Tensor]:
-        """The weights and biases that the layer holds now."""
-        return [getattr(self, name) for name in self._delayed_names()]
 
     def backward_dw(self) -> None:
         """Makes the gradients of weights and biases that the oldest backward left.
@@ -104,7 +96,32 @@ class GradientLayer(torch.nn.Module):
         """hook() runs at the end of each backward_dw()."""
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
+    # Parameters.
+
+    def _mark_parameters(self) -> None:
+        """Sets the attributes that Megatron reads."""
+        if self.delay_wgrad_compute:  # backward leaves no gradient of these
+            for parameter in self._parts():
+                parameter.skip_backward_post_hook = True
+
+    def _apply(self, function: Callable, recurse: bool = True) -> GradientLayer:
+        super()._apply(function, recurse)
+        self._mark_parameters()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._mark_parameters()  # a deep copy of a parameter loses its attributes
+
     def __getstate__(self) -> dict:
         """Without what belongs to a step of this module alone."""
-        own = {"_delayed": deque(), "_step": Step(False), "_begins_later": False}
-        return super().__getstate__() | own | {"_data_parallel": DataParallel()}
+        return self.__dict__ | {
+            "_delayed": deque(),
+            "_step": Step(False),
+            "_begins_later": False,
+            "_data_parallel": DataParallel(),
+        }

@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import reference
 from ..gpu import arrays
+from ..norm.checks import take_like
 from .call import LinearBackwardCall, LinearCall, check_eps
 
 
@@ -32,6 +33,8 @@ def gradients(call: LinearBackwardCall) -> list[np.ndarray]:
     """dx, dnorm_weight, dnorm_bias, dweight, dbias, whichever are requested."""
     x, weight, norm_weight, norm_bias = call.x, call.weight, call.norm_weight, call.norm_bias
     num_rows, in_features = arrays.product(x.shape[:-1]), x.shape[-1]
+    for name in ("mean", "rstd"):
+        take_like(getattr(call, name), x, tuple(x.shape[:-1]), name, "x")
     results = reference.norm_linear_backward(
         _values(call.dy, num_rows, weight.shape[0]),
         _values(x, num_rows, in_features),

@@ -145,18 +145,19 @@ def forward_quantized(
     scale: Array | None,
     amax: Array | None,
 ) -> tuple[QuantizedTensor, Array | None, Array]:
-    """The normalised tensor in 8-bit floats, mean and rstd of an input [num_rows, in_features].
+    """The normalised tensor in 8-bit floats as a matrix of rows; mean and rstd of the input.
 
     scale, amax: as for cupynorm.layer_norm.
     """
-    checked, asked_options = forward_request(options, operands._replace(residual=None), None)
+    leading, rows = operands.input.shape[:-1], as_rows(operands.input)
+    request = forward_request(options, operands._replace(input=rows, residual=None), None)
     quantized, mean, rstd, *_ = route.forward(
         ForwardRequest(
-            checked._replace(scale=scale, amax=amax),
-            asked_options._replace(quantization=quantization),
+            request.operands._replace(scale=scale, amax=amax),
+            request.options._replace(quantization=quantization),
         )
     )
-    return quantized, mean, rstd
+    return quantized, None if mean is None else mean.reshape(leading), rstd.reshape(leading)
 
 
 def quantize_again(
@@ -164,7 +165,7 @@ def quantize_again(
 ) -> QuantizedMatrix:
     """The transposed 8-bit copy of the normalised tensor, by a known scale, on a GPU.
 
-    saved.x is [num_rows, in_features]. format: of 8-bit floats, by name.
+    format: of 8-bit floats, by name.
     """
     of_norm = OfNorm(
         options.centered,
@@ -174,4 +175,10 @@ def quantize_again(
         saved.mean,
         saved.rstd,
     )
-    return quantize(saved.x, format, scale, wants_data=False, transpose=True, of_norm=of_norm)
+    x = as_rows(saved.x)
+    return quantize(x, format, scale, wants_data=False, transpose=True, of_norm=of_norm)
+
+
+def as_rows(array: Array) -> Array:
+    """An array [..., num_cols] as [num_rows, num_cols], even where one of them is 0."""
+    return array.reshape(arrays.product(array.shape[:-1]), array.shape[-1])

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..gpu.arrays import type_in_words
 from ..nn import autocast, modes
 from ..nn.dtypes import product_dtype
 from ..norm.quantized_tensor import QuantizedTensor
 from .call import LinearCall, LinearOptions, Operands, launch_options
-from .fp8 import RegionCall
-from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
-from .gradient_layer import GradientLayer
-from .model_init import begin_weights, plain_weights
-from .parameters import mark_delayed
+from .layer import LinearLayer
+from .model_init import begin_weights
+from .quantized_weight import QuantizedWeight
 from .quantizers import as_matrix, fits
+from .weight_gradients import WeightGradientSink
 
 _EXTRA_STATE, _LAUNCH = "_extra_state", launch_options(0)
 
 
-class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
+class Linear(LinearLayer, torch.nn.Linear):
     """torch.nn.Linear, which multiplies in 8-bit floats inside of cupynorm.fp8_autocast.
 
     It has the same arguments in the same order, the same parameters and the same state dict.
@@ -84,7 +79,6 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.fp8_state = fp8_state
-        self._begin_gradients()
         self._begin_state()
         begin_weights(self, self.weight_names)
         self._mark_parameters()
@@ -122,91 +116,62 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Tensor | QuantizedTensor:
-        if modes.is_compiling() and (
-            self._has_8_bit_weights() or self._needs_eager() or self._hands_gradients_on()
-        ):
+        if self._runs_untraced():
             arguments = input, is_first_microbatch, fp8_output, fp8_grad
             return modes.run_untraced(self.forward)(*arguments)
         region, quantized = self._region(), None
         if isinstance(input, QuantizedTensor):
             quantized, input = _unpacked(input, region)
         self._check_input(input)
-        hands_on = self._begin_forward(is_first_microbatch)
-        hands_on = hands_on and modes.wants_gradient(self.weight, self.bias)
-        if region is not None:
-            operands = Operands(input, None, None, None, self._weights(), self._biases())
-            keeps_amaxes = torch.is_grad_enabled() or (
-                region.records and self.training and modes.wants_gradient(*operands.all)
-            )
-            options = self.linear_options(product_dtype(input))
-            call = RegionCall(
-                region, options, fp8_grad, is_first_microbatch, keeps_amaxes, False, quantized
-            )
-            make_sink = partial(self._make_sink, is_first_microbatch) if hands_on else None
-            return self._project_in_fp8(call, operands, fp8_output, make_sink)[0]
-        if fp8_output or fp8_grad:
-            name = "fp8_output" if fp8_output else "fp8_grad"
-            raise ValueError(
-                f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
-            )
-        (weight,) = plain_weights(self._weights())
-        hands_on = hands_on and torch.is_grad_enabled()
-        if hands_on or autocast.calibration() is not None:
-            operands = Operands(input, None, None, None, [weight], self._biases())
-            call = LinearCall(operands, self.linear_options(product_dtype(input)))
-            self._calibrate(call)
-            if hands_on:
-                return modes.run_untraced(self._project_to_sink)(call, is_first_microbatch)
-        return functional.linear(input, weight, self.bias)
+        weight = self.weight
+        is_torchs = region is None and not (
+            fp8_output
+            or fp8_grad
+            or self.fuse_wgrad_accumulation
+            or self.delay_wgrad_compute
+            or autocast.calibration() is not None
+            or isinstance(weight, QuantizedWeight)
+        )
+        if is_torchs:
+            return functional.linear(input, weight, self.bias)
+        y, _ = self._call(
+            Operands(input, None, None, None, [weight], self._biases()),
+            region,
+            is_first_microbatch,
+            fp8_output=fp8_output,
+            fp8_grad=fp8_grad,
+            quantized=quantized,
+        )
+        return y
 
-    def _check_input(self, input: object) -> None:
-        if input.__class__ is torch.fx.Proxy:
-            raise NotImplementedError(
-                "torch.fx was asked to trace into a cupynorm.Linear; expected a Tracer whose "
-                "is_leaf_module returns True for it"
-            )
-        if not isinstance(input, Tensor):
-            raise TypeError(f"input is {type_in_words(input)}; expected a torch tensor")
-        # torch.jit.trace warns of every shape that is looked at; there the product itself checks.
-        is_traced = not modes.is_compiling() and modes.is_jit_traced()
-        if not is_traced and input.shape[-1:] != (self.in_features,):
-            raise ValueError(
-                f"input has shape {tuple(input.shape)}; expected (..., {self.in_features}), "
-                "in_features of this layer"
-            )
+    def _project(
+        self,
+        operands: Operands,
+        is_first_microbatch: bool | None,
+        sink: WeightGradientSink | None = None,
+    ) -> tuple[Tensor, None]:
+        if sink is None:
+            return functional.linear(operands.input, operands.weights[0], self.bias), None
+        call = LinearCall(operands, self.linear_options(product_dtype(operands.input)))
+        return normalize_and_project(call, sink)[0], None
 
-    def _project_to_sink(self, call: LinearCall, is_first_microbatch: bool | None) -> Tensor:
-        if modes.is_transformed() or not modes.are_plain(call.operands.all):
+    def _project_to_sink(
+        self, operands: Operands, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, None]:
+        if modes.is_transformed() or not modes.are_plain(operands.all):
             raise NotImplementedError(
                 "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with "
                 "tensors of a class of their own or in a transform of torch.func; expected plain "
                 "tensors"
             )
-        return normalize_and_project(call, self._make_sink(is_first_microbatch))[0]
+        return super()._project_to_sink(operands, is_first_microbatch)
 
     # State.
-
-    def _mark_parameters(self) -> None:
-        if self.delay_wgrad_compute:
-            mark_delayed((*self._weights(), *self._biases()))
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._mark_parameters()  # a deep copy of a parameter loses its attributes
-
-    def _apply(self, function: Callable, recurse: bool = True) -> Linear:
-        super()._apply(function, recurse)
-        self._mark_parameters()
-        return self
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not (self._fp8_states or self.fp8_state):  # the state dict is then torch.nn's
             del destination[f"{prefix}{_EXTRA_STATE}"]
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
 
 
 def _unpacked(

@@ -40,6 +40,15 @@ def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return reduce_matrix.sum_rows(rows, name_of(dtype))
 
 
+def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Parts concatenated along rows, in dtype, differentiable; None of no parts.
+
+    They are cast first: torch.autocast has no cat of the 16-bit dtype that it does not use.
+    """
+    parts = [part.to(dtype) for part in parts]
+    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
+
+
 def join(parts: Sequence[Tensor]) -> Tensor | None:
     """Parts concatenated along rows, detached; None of no parts.
 
@@ -52,16 +61,14 @@ def join(parts: Sequence[Tensor]) -> Tensor | None:
     for part in parts:
         follows = part.data_ptr() == at and part.untyped_storage().data_ptr() == storage
         if not follows or part.dtype != first.dtype or not part.is_contiguous():
-            return concatenate(parts)
+            with outside_autocast(first):
+                return torch.cat([part.detach() for part in parts])
         at += part.numel() * part.element_size()
     shape = (sum(len(part) for part in parts), *first.shape[1:])
     return first.detach().as_strided(shape, first.stride())
 
 
-def concatenate(parts: Sequence[Tensor]) -> Tensor | None:
-    """Parts concatenated along rows, detached, by torch operations alone; None of no parts."""
-    if len(parts) < 2:
-        return parts[0].detach() if parts else None
-    # torch.autocast has no cat of the 16-bit dtype that it does not use.
-    with outside_autocast(parts[0]):
-        return torch.cat([part.detach() for part in parts])
+def split_like(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """A tensor cut along rows into the sizes of parts, each in its part's dtype."""
+    cut = joined.split([len(part) for part in parts])
+    return [each.to(part.dtype) for each, part in zip(cut, parts)]

@@ -70,11 +70,12 @@ def fp8_model_init(
             "BlockScaling or MXFP8BlockScaling"
         )
     recipe = (recipe or DelayedScaling()) if enabled else None
-    _initializations.append(_Initialization(recipe, preserve_high_precision_init_val))
+    own = _Initialization(recipe, preserve_high_precision_init_val)
+    _initializations.append(own)
     try:
         yield
-    finally:
-        _initializations.pop()
+    finally:  # another thread may have begun its own since
+        _initializations[:] = [each for each in _initializations if each is not own]
 
 
 def begin_weights(layer: torch.nn.Module, names: Sequence[str]) -> None:
@@ -108,8 +109,3 @@ def fill(weight: Tensor, initialize: Callable[[Tensor], Any]) -> None:
     values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     initialize(values)
     weight.copy_(values)
-
-
-def plain_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """The weights for products that are not of 8-bit floats."""
-    return [each.dequantize() if isinstance(each, QuantizedWeight) else each for each in weights]

@@ -1,26 +1,25 @@
-"""torch: LayerNormLinear, TransformerEngine's module of a norm and the linear layer after it.
+"""torch: LayerNormLinear on one rank; cupynorm.LayerNormLinear in parallel/module.py extends it.
 
 parameters.py         its parameters
+layer.py              one call of it
 fp8_layer.py          its calls inside cupynorm.fp8_autocast
 function.py           its other calls
 gradient_layer.py     fuse_wgrad_accumulation and delay_wgrad_compute
 weight_gradients.py   how they add
-rank_gradients.py     those of parameters that other libraries share over ranks
+data_parallel.py      how they are averaged over the ranks of other libraries
 """
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..gpu.arrays import type_in_words
 from ..nn.dtypes import SUPPORTED, product_dtype
-from ..nn.modes import is_compiling, is_jit_traced, run_untraced, wants_gradient
+from ..nn.modes import is_compiling, run_untraced
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fold, one_kernel
 from .call import (
@@ -33,18 +32,15 @@ from .call import (
     has_no_normalized,
     launch_options,
 )
-from .fp8 import RegionCall
-from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
-from .gradient_layer import GradientLayer
-from .model_init import plain_weights
+from .layer import LinearLayer
 from .parameters import NormLinearParameters
 from .weight_gradients import WeightGradientSink
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
+class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
     """A norm and the linear layer after it.
 
     It has TransformerEngine's arguments in TransformerEngine's order, its parameters and its state
@@ -166,7 +162,6 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         for name in ("init_method", "get_rng_state_tracker"):
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise TypeError(f"{name} is {value!r}; expected a function or None")
-        self._begin_gradients()
         self._folded: fold.Folded | None = None
         self._begin_state()
         try:
@@ -179,12 +174,8 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
             ) from error
 
     def _share(self, arguments: Mapping[str, Any]) -> None:
-        """Takes the arguments of parallelism. The layer of parallel/module.py shares the work."""
-        if arguments["tp_size"] != 1 or arguments["tp_group"] is not None:
-            raise ValueError(
-                f"tp_size is {arguments['tp_size']}; expected 1, or cupynorm.LayerNormLinear, the "
-                "layer of several ranks"
-            )
+        """Takes the arguments of parallelism."""
+        raise NotImplementedError
 
     # Calls.
 
@@ -202,28 +193,11 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
             its own amax, except where the recipe's scales are of blocks.
         fp8_grad: round the gradient of the normalised tensor to an 8-bit float too.
         """
-        if is_compiling() and (
-            self._has_8_bit_weights() or self._needs_eager() or self._hands_gradients_on()
-        ):
+        if self._runs_untraced():
             return run_untraced(self.forward)(inp, is_first_microbatch, fp8_output, fp8_grad)
         if isinstance(inp, QuantizedTensor):
             inp = inp.dequantize()
-        if inp.__class__ is torch.fx.Proxy:
-            raise NotImplementedError(
-                "torch.fx was asked to trace into a LayerNormLinear; expected a Tracer whose "
-                "is_leaf_module returns True for it"
-            )
-        if not isinstance(inp, Tensor):
-            raise TypeError(f"input is {type_in_words(inp)}; expected a torch tensor")
-        # torch.jit.trace warns of every shape that is looked at; there the operator checks.
-        checks_shape = is_compiling() or not is_jit_traced()
-        if checks_shape and (not inp.ndim or inp.size(-1) != self.in_features):
-            raise ValueError(
-                f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), "
-                "in_features of this layer"
-            )
-        is_grad_enabled = torch.is_grad_enabled()
-        hands_on = self._begin_forward(is_first_microbatch)
+        self._check_input(inp)
         operands = Operands(
             inp,
             None,
@@ -232,34 +206,13 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
             self._weights(),
             [] if self.return_bias else self._biases(),
         )
-        options = self.linear_options(product_dtype(inp))
-        region = self._region()
-        if region is not None:
-            # A checkpoint may run its layers without recording them, and again in backward.
-            keeps_amaxes = is_grad_enabled or (
-                region.records and self.training and wants_gradient(*operands.all)
-            )
-            hands_on = hands_on and _any_requires_grad(operands.weights, operands.biases)
-            y, normalized = self._project_in_fp8(
-                RegionCall(region, options, fp8_grad, is_first_microbatch, keeps_amaxes, False),
-                operands,
-                fp8_output,
-                partial(self._make_sink, is_first_microbatch) if hands_on else None,
-            )
-        elif fp8_output or fp8_grad:
-            name = "fp8_output" if fp8_output else "fp8_grad"
-            raise ValueError(
-                f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
-            )
-        else:
-            operands = operands._replace(weights=plain_weights(operands.weights))
-            call = LinearCall(operands, options)
-            self._calibrate(call)
-            hands_on = hands_on and is_grad_enabled
-            if hands_on and _any_requires_grad(operands.weights, self._biases()):
-                y, normalized = run_untraced(self._project_to_sink)(call, is_first_microbatch)
-            else:
-                y, normalized = self._project(call, is_first_microbatch)
+        y, normalized = self._call(
+            operands,
+            self._region(),
+            is_first_microbatch,
+            fp8_output=fp8_output,
+            fp8_grad=fp8_grad,
+        )
         if not self.return_bias and not self.return_layernorm_output:
             return y
         bias = (self._returned_bias(inp, y.dtype),) if self.return_bias else ()
@@ -280,18 +233,14 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
 
     def _project(
         self,
-        call: LinearCall,
+        operands: Operands,
         is_first_microbatch: bool | None,
         sink: WeightGradientSink | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        call = LinearCall(operands, self.linear_options(product_dtype(operands.input)))
         folded = self._fold(call, is_first_microbatch)
         y, normalized, _ = normalize_and_project(call, sink, folded)
         return y, normalized
-
-    def _project_to_sink(
-        self, call: LinearCall, is_first_microbatch: bool | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._project(call, is_first_microbatch, self._make_sink(is_first_microbatch))
 
     def _fold(self, call: LinearCall, is_first_microbatch: bool | None) -> fold.Folded | None:
         """The folded parameters: made and cached for True, from the cache for False.
@@ -337,10 +286,6 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         ]
         features = f"in_features={self.in_features}, out_features={self.out_features}"
         return ", ".join([features, *extras])
-
-
-def _any_requires_grad(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
-    return any(each.requires_grad for each in (*weights, *biases))
 
 
 def _check_choices(arguments: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ def project(call: LinearCall, rows: Array) -> Array:
     weight, biases = call.operands.weights[0], call.operands.biases
     shape = (*rows.shape[:-1], weight.shape[0])
     with launch.on_device(rows.device.id):
-        rows, weight = _contiguous(_matrix(rows)), _contiguous(weight)
+        rows, weight = _contiguous(kernels.as_rows(rows)), _contiguous(weight)
         y = _repeated(biases[0], len(rows)) if biases else None
         y = cublas.multiply(rows, weight, transpose_b=True, out=y, accumulate=y is not None)
     return y.reshape(shape)
@@ -31,7 +31,7 @@ def gradients(call: LinearBackwardCall) -> list[Array | None]:
 def _gradients(call: LinearBackwardCall) -> list[Array | None]:
     options, normalized = call.options, call.normalized
     saved = SavedNorm(call.x, call.mean, call.rstd, call.norm_weight, call.norm_bias)
-    rows, weight = _contiguous(_matrix(call.dy)), _contiguous(call.weight)
+    rows, weight = _contiguous(kernels.as_rows(call.dy)), _contiguous(call.weight)
     wanted = [name in call.gradients for name in GRADIENTS[: len(Backward._fields)]]
     wants_weight = "dweight" in call.gradients
     norm_gradients: list[Array | None] = [None] * len(wanted)
@@ -52,7 +52,7 @@ def _gradients(call: LinearBackwardCall) -> list[Array | None]:
     if wants_weight:
         if normalized is None:
             normalized = kernels.forward(options, saved.operands, None, FOR_Y)[0]
-        normalized_rows = _contiguous(_matrix(normalized))
+        normalized_rows = _contiguous(kernels.as_rows(normalized))
         dweight = cublas.multiply(rows, normalized_rows, transpose_a=True)
     if "dbias" in call.gradients:
         dbias = cublas.sum_rows(rows)
@@ -63,14 +63,10 @@ def _dnormalized(call: LinearBackwardCall, rows: Array, weight: Array) -> Array:
     """The gradient of the normalised tensor: dy weight, and what comes from elsewhere."""
     x, total = call.x, None
     if call.dnormalized is not None:  # copied, because the product is added in place
-        total = type(x)(_matrix(x).shape, x.dtype)
-        cublas.bits(total)[...] = cublas.bits(_contiguous(_matrix(call.dnormalized)))
+        total = type(x)(kernels.as_rows(x).shape, x.dtype)
+        cublas.bits(total)[...] = cublas.bits(_contiguous(kernels.as_rows(call.dnormalized)))
     total = cublas.multiply(rows, weight, out=total, accumulate=total is not None)
     return total.reshape(x.shape)
-
-
-def _matrix(array: Array) -> Array:
-    return array.reshape(arrays.product(array.shape[:-1]), array.shape[-1])
 
 
 def _contiguous(array: Array) -> Array:

@@ -24,7 +24,7 @@ from ..norm.request import Options
 from . import compute
 from .call import LinearCall, LinearOptions, Operands, check
 from .kernels import SavedNorm, forward_request
-from .matrices import join
+from .matrices import concatenate, join
 from .norms import OPERATORS
 
 _library = torch.library.Library("cupynorm", "FRAGMENT")
@@ -120,6 +120,8 @@ def fits(operands: Operands) -> bool:
             if parameter is not None:
                 if parameter.shape != (in_features,) or parameter.device != device:
                     return False
+                if parameter.dtype not in SUPPORTED:
+                    return False
         return dtype in SUPPORTED
     except (AttributeError, IndexError, ValueError):
         return False
@@ -146,11 +148,8 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
 def _run_without_memory(*values: Any) -> tuple[Tensor, ...]:
     arguments = _Arguments(*values)
     check(arguments.operands, arguments.fused, is_cast=True)
-    input, dtype, compute_dtype = (
-        arguments.input,
-        arguments.dtype,
-        formulas.arithmetic(arguments.input),
-    )
+    input, dtype = arguments.input, arguments.dtype
+    compute_dtype = formulas.arithmetic(input)
     leading, out_features = input.shape[:-1], sum(len(part) for part in arguments.weights)
     return (
         input.new_empty((*leading, out_features), dtype=dtype),
@@ -166,8 +165,7 @@ def _run_by_torch_operations(*values: Any) -> tuple[Tensor, ...]:
     operands, dtype, empty = arguments.operands, arguments.dtype, arguments.input.new_empty
     options = arguments.options(arguments.sm_margin)
     outputs = decompositions.forward(forward_request(options, operands, dtype))
-    weight = torch.cat(list(operands.weights)).to(dtype)
-    bias = torch.cat(list(operands.biases)).to(dtype) if operands.biases else None
+    weight, bias = concatenate(operands.weights, dtype), concatenate(operands.biases, dtype)
     return (
         functional.linear(outputs.y, weight, bias),
         outputs.y if arguments.has_normalized else empty(0),
@@ -216,7 +214,7 @@ def _differentiate(ctx, dy, dnormalized, _dmean, _drstd, dsum):
     if torch.is_grad_enabled():
         normalized = None
     with outside_autocast(norm.x):
-        weight = (torch.cat(weights) if num_weights > 1 else weights[0]).to(ctx.options.dtype)
+        weight = concatenate(weights, ctx.options.dtype)
         saved = compute.Saved(norm, normalized, weight, weights, biases)
         incoming = compute.Incoming(dy, dnormalized, dsum)
         gradients = compute.gradients(OPERATORS, ctx.options, saved, incoming, wanted)

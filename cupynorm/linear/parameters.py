@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .matrices import join
+from .gradient_layer import GradientLayer
+from .matrices import concatenate, join
 from .model_init import begin_weights, fill
 
 
-class NormLinearParameters(torch.nn.Module):
+class NormLinearParameters(GradientLayer):
     """A module with the parameters of LayerNormLinear.
 
     layer_norm_weight, layer_norm_bias (None for RMSNorm), and weights and biases by weight_names
@@ -22,6 +23,7 @@ class NormLinearParameters(torch.nn.Module):
     """
 
     rng_tracker_name: str | None = None
+    _num_out_shards = 1  # ranks that share the rows of the linear weight
 
     def _make_parameters(
         self,
@@ -30,7 +32,8 @@ class NormLinearParameters(torch.nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         in_features, out_features = self.in_features, self.out_features
-        names, self.parameter_split_sizes = _splits(split, out_features)
+        num_ranks = self._num_out_shards
+        names, self.parameter_split_sizes = _splits(split, out_features * num_ranks, num_ranks)
         self.weight_names = [f"{name}weight" for name in names]
         self.bias_names = [f"{name}bias" for name in names]
 
@@ -86,13 +89,11 @@ class NormLinearParameters(torch.nn.Module):
 
     def _returned_bias(self, inp: Tensor, dtype: torch.dtype) -> Tensor:
         """The bias that return_bias returns, in a dtype; empty without one."""
-        biases = [each.to(dtype) for each in self._biases()]
-        if not biases:
-            return inp.new_empty(0, dtype=dtype)
-        return torch.cat(biases) if len(biases) > 1 else biases[0]
+        bias = concatenate(self._biases(), dtype)
+        return inp.new_empty(0, dtype=dtype) if bias is None else bias
 
     def _mark_parameters(self) -> None:
-        """Sets the attributes that Megatron reads."""
+        super()._mark_parameters()
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):
             if parameter is not None:
                 parameter.sequence_parallel = False
@@ -102,8 +103,6 @@ class NormLinearParameters(torch.nn.Module):
         for parameter in split:
             parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = 0, 1
-        if self.delay_wgrad_compute:
-            mark_delayed((*self._weights(), *self._biases()))
 
     def _join_parameters(self) -> None:
         """Puts the parts into one storage again, after each was moved by itself."""
@@ -122,13 +121,11 @@ class NormLinearParameters(torch.nn.Module):
             for name in self.bias_names:
                 setattr(self, name, function(getattr(self, name)))
         self._join_parameters()
-        self._mark_parameters()
         return self
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._join_parameters()
-        self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -140,27 +137,20 @@ class NormLinearParameters(torch.nn.Module):
             if part.__class__ is Tensor and not part.is_meta and part.numel():
                 destination[f"{prefix}{name}"] = torch.from_dlpack(part)
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
-
-
-def mark_delayed(parameters: Iterable[Tensor]) -> None:
-    """Tells Megatron that backward leaves no gradient of these."""
-    for parameter in parameters:
-        parameter.skip_backward_post_hook = True
-
 
 def _initialize(weight: Tensor) -> None:
     torch.nn.init.normal_(weight, 0.0, 0.023)
 
 
 def _splits(
-    parameters: Sequence[str] | Mapping[str, int] | None, out_features: int
+    parameters: Sequence[str] | Mapping[str, int] | None, out_features: int, num_ranks: int
 ) -> tuple[list[str], list[int]]:
-    """What precedes "weight" in the names of the parts, and the parts' sizes."""
+    """What precedes "weight" in the names of the parts, and the rows that a rank has of each.
+
+    parameters, out_features: of the whole layer, which num_ranks share.
+    """
     if parameters is None:
-        return [""], [out_features]
+        return [""], [out_features // num_ranks]
     wrong = f"parameters_split is {parameters!r}"
     if not isinstance(parameters, Sequence | Mapping):
         raise TypeError(f"{wrong}; expected names, or a dict of names and sizes")
@@ -185,6 +175,12 @@ def _splits(
     if sum(sizes) != out_features:
         raise ValueError(
             f"parameters_split has sizes {sizes}, {sum(sizes)} together; "
-            f"expected out_features, {out_features}"
+            f"expected out_features{' of all ranks' * (num_ranks > 1)}, {out_features}"
         )
-    return [f"{stem}_" for stem in stems], sizes
+    for name, size in zip(names, sizes):
+        if size % num_ranks:
+            raise ValueError(
+                f"{name} of parameters_split has {size} rows and tp_size is {num_ranks}; "
+                f"expected a multiple of {num_ranks}"
+            )
+    return [f"{stem}_" for stem in stems], [size // num_ranks for size in sizes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..nn.quantization import transpose_data
 from ..nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from ..plan.problem import ceil_div
-from .quantizers import Quantizers
+from .quantizers import Quantizers, replaced
 
 _aten = torch.ops.aten
 _QUANTISED = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,7 +56,8 @@ class QuantizedWeight(Tensor):
     @classmethod
     def of(cls, values: Tensor, recipe: Recipe) -> QuantizedWeight:
         """values, quantised."""
-        recipe = CurrentScaling(recipe.fp8_format) if _is_delayed(recipe) else recipe
+        if isinstance(recipe, DelayedScaling):
+            recipe = CurrentScaling(recipe.fp8_format)
         return cls(_quantize(values.detach(), recipe), recipe)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -104,8 +106,7 @@ class QuantizedWeight(Tensor):
             return kept
         scale_inv = kept.scale_inv.t().contiguous() if kept.block_rows else None
         transposed = transpose_data(kept.data)
-        tensors = {**_tensors(kept), "transposed": transposed, "transposed_scale_inv": scale_inv}
-        return _join(tensors, (kept.dtype, kept.block_rows, kept.block_cols))
+        return replaced(kept, transposed=transposed, transposed_scale_inv=scale_inv)
 
     def keep_initial(self, values: Tensor) -> None:
         """Keeps the first values as they were before they were quantised."""
@@ -136,11 +137,11 @@ class QuantizedWeight(Tensor):
             if function is _aten.copy_.default:
                 return first._copy(args[1])
             if function is _aten._to_copy.default and (
-                _keeps_8_bits or kwargs.get("dtype") in (None, first.dtype)
+                _conversions.keep_8_bits or kwargs.get("dtype") in (None, first.dtype)
             ):
                 device = kwargs.get("device") or first.device
-                return first._map(lambda each: each.to(device), kwargs.get("dtype"))
-            if function is _aten.empty_like.default and _keeps_8_bits:
+                return first._map(lambda each: each.to(device, copy=True), kwargs.get("dtype"))
+            if function is _aten.empty_like.default and _conversions.keep_8_bits:
                 device = kwargs.get("device") or first.device
                 return first._map(lambda each: torch.empty_like(each, device=device))
         return _by_values(function, args, kwargs)
@@ -148,10 +149,9 @@ class QuantizedWeight(Tensor):
     def _map(
         self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> QuantizedWeight:
-        kept = self.quantized
-        mapped = {name: function(each) for name, each in _tensors(kept).items()}
-        blocks = dtype or self.dtype, kept.block_rows, kept.block_cols
-        return QuantizedWeight(_join(mapped, blocks), self.recipe)
+        mapped = {name: function(each) for name, each in _tensors(self.quantized).items()}
+        quantized = replaced(self.quantized, **mapped, dtype=dtype or self.dtype)
+        return QuantizedWeight(quantized, self.recipe)
 
     def _copy(self, source: Tensor) -> QuantizedWeight:
         is_alike = isinstance(source, QuantizedWeight) and source.recipe == self.recipe
@@ -319,11 +319,7 @@ def _tensors(quantized: QuantizedTensor) -> dict[str, Tensor]:
 def _join(tensors: Mapping[str, Tensor], blocks: Sequence) -> QuantizedTensor:
     """blocks: dtype, block_rows, block_cols."""
     dtype, block_rows, block_cols = blocks
-    tensors = dict(tensors)
-    data, scale_inv = tensors.pop("data"), tensors.pop("scale_inv")
-    return QuantizedTensor(
-        data, scale_inv, dtype, **tensors, block_rows=block_rows, block_cols=block_cols
-    )
+    return QuantizedTensor(**tensors, dtype=dtype, block_rows=block_rows, block_cols=block_cols)
 
 
 def _quantize(values: Tensor, recipe: Recipe) -> QuantizedTensor:
@@ -366,10 +362,6 @@ def _is_whole(weight: QuantizedWeight, shape: Any, strides: Any, offset: int = 0
     return tuple(shape) == weight.shape and tuple(strides) == weight.stride() and not offset
 
 
-def _is_delayed(recipe: Recipe) -> bool:
-    return isinstance(recipe, DelayedScaling)
-
-
 def _scales_of(recipe: Recipe) -> str:
     """In words, which differ where one recipe cannot use the other's weights."""
     if isinstance(recipe, MXFP8BlockScaling):
@@ -388,15 +380,18 @@ def _like_parameter(weight: QuantizedWeight, like: QuantizedWeight) -> Quantized
     return weight
 
 
-_keeps_8_bits = False  # inside of Module._apply
+class _Conversions(threading.local):
+    keep_8_bits = False  # True inside of Module._apply
+
+
+_conversions = _Conversions()
 
 
 @contextlib.contextmanager
 def keeping_8_bits() -> Iterator[None]:
     """Inside of it a conversion to another dtype changes the dtype that a weight has to torch."""
-    global _keeps_8_bits
-    before, _keeps_8_bits = _keeps_8_bits, True
+    before, _conversions.keep_8_bits = _conversions.keep_8_bits, True
     try:
         yield
     finally:
-        _keeps_8_bits = before
+        _conversions.keep_8_bits = before

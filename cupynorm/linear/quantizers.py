@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,20 @@ from ..nn.recipes import (
 )
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
-from .matrices import as_rows
+from .matrices import as_rows, sum_rows
 
 # Tensors that have a scale, in TransformerEngine's order.
 FORWARD = ("input", "weight", "output")
 BACKWARD = ("grad_output", "grad_input")
+_FIELDS = (
+    "data",
+    "scale_inv",
+    "dtype",
+    "transposed",
+    "transposed_scale_inv",
+    "block_rows",
+    "block_cols",
+)
 
 
 class Delayed(NamedTuple):
@@ -44,29 +53,26 @@ class Delayed(NamedTuple):
     amax: Tensor | None
 
 
+class QuantizedGradient(NamedTuple):
+    """The gradient of y in 8-bit floats, as the two products of backward take it."""
+
+    data: Factor
+    transposed: Factor
+
+
 class Quantizers:
     """How one layer quantises in a region.
 
     states: "forward" and "backward", kept by the layer, for DelayedScaling.
     keeps_amaxes: whether the amaxes of this forward are kept.
-    scale: of the forward's tensors in place of the states', where a forward is run again.
+    forward_scale, backward_scale: used instead of the states' scales: by a forward that is run
+    again, and by a second backward after the step of the first has ended.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        states: dict[str, Scales],
-        keeps_amaxes: bool,
-        scale: Tensor | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, states: dict[str, Scales], keeps_amaxes: bool) -> None:
         self.recipe, self.states, self.keeps_amaxes = recipe, states, keeps_amaxes
-        self.scale, self.gradient_scale = scale, None
-
-    def of_ended_backward(self, scale: Tensor) -> Quantizers:
-        """With the scale of the backward's tensors as it was, whose amaxes have been recorded."""
-        quantizers = Quantizers(self.recipe, self.states, self.keeps_amaxes, self.scale)
-        quantizers.gradient_scale = scale
-        return quantizers
+        self.forward_scale: Tensor | None = None
+        self.backward_scale: Tensor | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
@@ -77,22 +83,22 @@ class Quantizers:
             return None
         if name in BACKWARD:
             state, at = self.states["backward"], BACKWARD.index(name)
-            if self.gradient_scale is not None:
-                return Delayed(self.gradient_scale[at : at + 1], None)
+            if self.backward_scale is not None:
+                return Delayed(self.backward_scale[at : at + 1], None)
             return Delayed(state.scale[at : at + 1], state.amax(at))
         state, at = self.states["forward"], FORWARD.index(name)
-        scale = state.scale if self.scale is None else self.scale
+        scale = state.scale if self.forward_scale is None else self.forward_scale
         return Delayed(scale[at : at + 1], state.amax(at) if self.keeps_amaxes else None)
 
-    def scale_to_keep(self, name: str, quantized: QuantizedTensor) -> Tensor | None:
-        """A copy of the scale of `quantized`, for quantising the tensor again in backward.
+    def scale_to_keep(self, quantized: QuantizedTensor) -> Tensor | None:
+        """A copy of the scale of the input, for quantising it again in backward.
 
         None for blocks. A current scale is the inverse of its inverse, which may differ in the last
         bit.
         """
         if isinstance(self.recipe, IN_BLOCKS):
             return None
-        delayed = self.delayed(name)
+        delayed = self.delayed("input")
         if delayed is not None:
             return delayed.value.clone()
         return (1.0 / quantized.scale_inv).clamp(max=LARGEST_FLOAT32)
@@ -168,35 +174,26 @@ class Quantizers:
         if rows.transposed is not None:
             return rows
         if rows.block_rows is None:
-            transposed, scale_inv = quantization.transpose_data(rows.data), None
-        else:
-            values = rows.dequantize(torch.float32)
-            quantized = self.quantize("input", values, transpose=True)
-            transposed, scale_inv = quantized.transposed, quantized.transposed_scale_inv
-        return QuantizedTensor(
-            rows.data,
-            rows.scale_inv,
-            rows.dtype,
-            transposed=transposed,
-            transposed_scale_inv=scale_inv,
-            block_rows=rows.block_rows,
-            block_cols=rows.block_cols,
+            return replaced(rows, transposed=quantization.transpose_data(rows.data))
+        again = self.quantize("input", rows.dequantize(torch.float32), transpose=True)
+        return replaced(
+            rows, transposed=again.transposed, transposed_scale_inv=again.transposed_scale_inv
         )
 
     def quantize_gradient(
         self, dy: Tensor, sum_dtype: torch.dtype | None
-    ) -> tuple[QuantizedTensor, Tensor | None]:
-        """dy with its transposed copy, and its sums over rows or None.
-
-        The sums are made where sum_dtype is given and one kernel makes both.
-        """
+    ) -> tuple[QuantizedGradient, Tensor | None]:
+        """dy, [num_rows, out_features], in 8 bits; and its sums over rows if sum_dtype is given."""
         if isinstance(self.recipe, IN_BLOCKS) or sum_dtype is None:
-            return self.quantize("grad_output", dy, transpose=True), None
-        scale, amax = self.delayed("grad_output") or (None, None)
-        dtype = self.dtype("grad_output")
-        return quantization.quantize_and_sum(
-            dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
-        )
+            quantized = self.quantize("grad_output", dy, transpose=True)
+            sums = None if sum_dtype is None else sum_rows(dy, sum_dtype)
+        else:  # one kernel makes both
+            scale, amax = self.delayed("grad_output") or (None, None)
+            dtype = self.dtype("grad_output")
+            quantized, sums = quantization.quantize_and_sum(
+                dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
+            )
+        return QuantizedGradient(factor_of(quantized), transposed_factor(quantized)), sums
 
 
 def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:
@@ -216,15 +213,26 @@ def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:
 def as_matrix(quantized: QuantizedTensor) -> QuantizedTensor:
     """An input that fits, as rows."""
     scale_inv = quantized.scale_inv
-    return QuantizedTensor(
-        as_rows(quantized.data),
-        scale_inv if quantized.block_rows is None else as_rows(scale_inv),
-        quantized.dtype,
-        transposed=quantized.transposed,
-        transposed_scale_inv=quantized.transposed_scale_inv,
-        block_rows=quantized.block_rows,
-        block_cols=quantized.block_cols,
-    )
+    scale_inv = scale_inv if quantized.block_rows is None else as_rows(scale_inv)
+    return replaced(quantized, data=as_rows(quantized.data), scale_inv=scale_inv)
+
+
+def replaced(quantized: QuantizedTensor, **fields: Any) -> QuantizedTensor:
+    """The same with other fields. Gradients of its values go nowhere."""
+    return QuantizedTensor(**{name: getattr(quantized, name) for name in _FIELDS} | fields)
+
+
+def factor_of(quantized: QuantizedTensor) -> Factor:
+    """A matrix as a product takes it."""
+    blocks = quantized.block_rows, quantized.block_cols
+    return Factor(quantized.data, quantized.scale_inv, *blocks)
+
+
+def transposed_factor(quantized: QuantizedTensor) -> Factor:
+    """Its transposed copy as a product takes it. One scale for all is that of the data too."""
+    scale_inv = quantized.transposed_scale_inv
+    scale_inv = quantized.scale_inv if scale_inv is None else scale_inv
+    return Factor(quantized.transposed, scale_inv, quantized.block_rows, quantized.block_cols)
 
 
 def states_of(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..nn.products import HAS_WIDE_PRODUCTS, wide_product
-from .matrices import sum_rows
-from .rank_gradients import accumulate
+from .data_parallel import accumulate
+from .matrices import split_like, sum_rows
 
 
 class Step:
@@ -104,8 +104,7 @@ class WeightGradientSink:
     def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
         if all(bias is None for bias in biases):
             return list(biases)
-        sizes = [len(bias) for bias in self.biases]
-        parts = sum_rows(rows, self.biases[0].dtype).split(sizes)
+        parts = split_like(sum_rows(rows, self.biases[0].dtype), self.biases)
         return [None if bias is None else part for bias, part in zip(biases, parts)]
 
     def _run_delayed(
@@ -119,24 +118,19 @@ class WeightGradientSink:
             if each._version != version:
                 raise RuntimeError(
                     f"{name} was written to between a backward and its backward_dw(), which reads "
-                    "it; expected it as it was (another gradient may be added up in the memory of "
-                    "that of y: y.register_hook(torch.clone) parts them)"
+                    "it; expected no such write (autograd may add another gradient into the memory "
+                    "of that of y: y.register_hook(torch.clone) keeps them separate)"
                 )
-        present = self._present()[len(self.weights) :]
+        present = self.delay.present()[len(self.weights) :]
         of_biases = self._bias_gradients(product.rows, biases)
         for bias, now, gradient in zip(biases, present, of_biases):
             if bias is not None:
                 accumulate(bias, now, gradient, self.delay.group)
         self._add_weights(product, weights)
 
-    def _present(self) -> Sequence[Tensor]:
-        """What the layer holds now in place of the weights and biases of the forward."""
-        return self.delay.present()
-
     def _add_weights(self, product: WeightProduct, weights: Sequence[Tensor | None]) -> None:
         if all(weight is None for weight in weights):
             return
-        sizes = [len(weight) for weight in self.weights]
         rows, make_normalized, make_dweight, _ = product
         normalized = make_normalized() if make_dweight is None else None
         if self.step is None:
@@ -144,10 +138,12 @@ class WeightGradientSink:
                 dweight = rows.t() @ normalized
             else:
                 dweight = make_dweight(self.weights[0].dtype)
-            for weight, now, part in zip(weights, self._present(), dweight.split(sizes)):
+            parts = split_like(dweight, self.weights)
+            for weight, now, part in zip(weights, self.delay.present(), parts):
                 if weight is not None:
-                    accumulate(weight, now, part.to(weight.dtype), self.delay.group)
+                    accumulate(weight, now, part, self.delay.group)
             return
+        sizes = [len(weight) for weight in self.weights]
         overwrites, self.step.is_stale = self.step.is_stale, False
         if make_dweight is None:
             parts = rows.split(sizes, 1)

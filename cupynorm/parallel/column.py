@@ -20,16 +20,15 @@ from ..linear.kernels import SavedNorm
 from ..linear.matrices import as_rows, join
 from ..linear.weight_gradients import WeightGradientSink
 from ..norm.prepared import FOR_STATISTICS
-from .products import FloatProducts, Kept, Products, joined_bias
+from .products import FloatProducts, Kept, Products, joined_bias, weight_gradients
 from .ranks import together
-from .weights import Arrived, weight_gradients
 
 
 def forward(
     products: Products, operands: Operands
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """y, normalized (None unless requested), and the tensors that `backward` needs."""
-    options, split = products.options, products.split
+    options, sharding = products.options, products.sharding
     if options.fused is not None:
         return _forward_fused(products, operands)
     if products.fuses_norm(operands.input):
@@ -42,10 +41,10 @@ def forward(
     normalized = None
     if options.return_normalized:
         normalized = values.to(options.dtype)
-        if split.gathered:
-            normalized = split.gather_input(normalized).wait()
+        if sharding.gathered:
+            normalized = sharding.gather_input(normalized).wait()
     shape = operands.input.shape
-    shape = split.with_all_rows(shape) if split.gathers_input else shape
+    shape = sharding.with_all_rows(shape) if sharding.gathers_input else shape
     saved = (mean, rstd, *products.keep(rows), *saved_weight)
     return y.reshape(*shape[:-1], y.shape[-1]), normalized, saved
 
@@ -57,9 +56,9 @@ def _forward_fused(
 
     With sequence_parallel x is gathered whether its kernel fits or not, as on all ranks.
     """
-    options, split, input = products.options, products.split, operands.input
+    options, sharding, input = products.options, products.sharding, operands.input
     own, call, folded = as_rows(input), LinearCall(operands, options), products.folded
-    gathering = split.gather_input(own)
+    gathering = sharding.gather_input(own)
     make = None if folded else one_kernel.folds(call)
     if make is not None:
         folded = make(call)
@@ -68,12 +67,12 @@ def _forward_fused(
     call = LinearCall(operands._replace(input=rows), options)
     y, _, mean, rstd, _ = compute.forward(call, weight, bias, FOR_STATISTICS, folded)
     shape = input.shape
-    if split.gathers_input:
-        first = split.ranks.rank * len(own)
+    if sharding.gathers_input:
+        first = sharding.ranks.rank * len(own)
         mean, rstd = (
             None if each is None else each[first : first + len(own)] for each in (mean, rstd)
         )
-        shape = split.with_all_rows(shape)
+        shape = sharding.with_all_rows(shape)
     mean = None if mean is None else mean.reshape(input.shape[:-1])
     saved = (mean, rstd.reshape(input.shape[:-1]), None, None)
     return y.reshape(*shape[:-1], y.shape[-1]), None, saved
@@ -92,43 +91,37 @@ def backward(
     incoming: of y and of normalized. wanted: which gradients; the others are None.
     """
     mean, rstd, data, scale, *saved_weight = saved
-    split, (dy, dnormalized) = products.split, incoming
+    sharding, (dy, dnormalized) = products.sharding, incoming
     input, _, norm_weight, norm_bias, weights, biases = operands
     norm = SavedNorm(input, mean, rstd, norm_weight, norm_bias)
     wants_norm, wants_parts = wanted[:3], wanted[3:]
     wants_weight = any(wants_parts[: len(weights)])
 
-    def values(dtype: torch.dtype) -> Tensor:
+    def make_values(dtype: torch.dtype) -> Tensor:
         return as_rows(kernels.forward(products.options, norm.operands, dtype)[0])
 
-    gathering = reduction = made = dbias = None
-    wants_reach = any(wants_norm)
+    gathering = reduction = gradient = None
+    wants_dnormalized = any(wants_norm)
     if dy is not None:
-        rows = as_rows(dy)
         if wants_weight:
             kept = Kept(data, scale)
             if data is None and products.fuses_norm(input):
                 kept = products.normalize_again(norm.operands, kept)
-            gathering = products.gather_again(values, kept)
-        sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
-        made, dbias = products.gradient(rows, sums)
-    if dnormalized is not None and split.gathered:
+            gathering = products.gather_again(make_values, kept)
+        sum_dtype = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
+        gradient = products.gradient(as_rows(dy), sum_dtype)
+    if dnormalized is not None and sharding.gathered:
         # Each rank's copy of the gathered tensor is a tensor of its own: the gradients are added.
-        if wants_reach:
+        if wants_dnormalized:
             total = as_rows(dnormalized)
             if dy is not None:
-                total = total + products.dnormalized(made, weights, saved_weight)
-            reduction = split.reduce(total)
+                total = total + products.dnormalized(gradient, weights, saved_weight)
+            reduction = sharding.reduce(total)
         dnormalized = None
-    elif dy is not None and wants_reach:
-        reduction = products.dnormalized_of_ranks(made, weights, saved_weight)
-    dparts = [None] * (len(weights) + len(biases))
-    if dy is not None:
-        normalized = None if gathering is None else gathering()
-        of_dy = Arrived(rows, made, dbias)
-        dparts = weight_gradients(products, operands, of_dy, normalized, wants_parts, sink)
-    elif sink is not None:
-        sink.take_nothing()
+    elif dy is not None and wants_dnormalized:
+        reduction = products.dnormalized_of_ranks(gradient, weights, saved_weight)
+    normalized = None if gathering is None else gathering()
+    dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
 
     if reduction is not None:
         total = reduction.wait()
@@ -137,7 +130,7 @@ def backward(
     else:
         total = dnormalized
     of_norm: list[Tensor | None] = [None] * 3
-    if total is not None and wants_reach:
+    if total is not None and wants_dnormalized:
         of_norm = list(
             kernels.backward(
                 products.options,
@@ -148,11 +141,11 @@ def backward(
                 overwrite_dy=reduction is not None,
             )[:3]
         )
-    if split.reduces_norm and split.gathers_input:
+    if sharding.reduces_norm and sharding.gathers_input:
         places = [at for at in (1, 2) if of_norm[at] is not None]
         if places:
-            made = together([of_norm[at] for at in places], split.ranks.all_reduce)
-            for at, each in zip(places, made):
+            sums = together([of_norm[at] for at in places], sharding.ranks.all_reduce)
+            for at, each in zip(places, sums):
                 of_norm[at] = each
-    made = (*of_norm, *dparts)
-    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+    gradients = zip((*of_norm, *dparts), wanted)
+    return tuple(each if is_wanted else None for each, is_wanted in gradients)

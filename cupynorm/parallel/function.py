@@ -33,7 +33,7 @@ def project(
         return Sharded.apply(products, sink, len(operands.weights), *operands.all)
     with torch.no_grad(), outside_autocast(operands.input):
         products = _with_cached_fold(products, operands)
-        return _MODES[products.split.mode].forward(products, operands)[:2]
+        return _MODES[products.sharding.mode].forward(products, operands)[:2]
 
 
 def _with_cached_fold(products: Products, operands: Operands) -> Products:
@@ -44,7 +44,7 @@ def _with_cached_fold(products: Products, operands: Operands) -> Products:
     make = one_kernel.folds(call)
     if make is None:
         return products
-    return FloatProducts(options, products.split, fold.cached_fold(call, make))
+    return FloatProducts(options, products.sharding, fold.cached_fold(call, make))
 
 
 def _check_plain(operands: Operands) -> None:
@@ -61,12 +61,12 @@ class Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, products, sink, num_weights, *tensors):
-        operands, mode = Operands.split(tensors, num_weights), products.split.mode
+        operands, mode = Operands.split(tensors, num_weights), products.sharding.mode
         with outside_autocast(operands.input):
             y, normalized, saved = _MODES[mode].forward(products, operands)
         ctx.save_for_backward(*saved, *tensors)
         ctx.products, ctx.sink = products.without_weight(), sink
-        ctx.num_saved, ctx.num_weights = len(saved), num_weights
+        ctx.num_saved, ctx.num_weights, ctx.first_backward = len(saved), num_weights, None
         ctx.set_materialize_grads(False)
         return as_result(y), as_result(normalized)
 
@@ -74,19 +74,20 @@ class Sharded(torch.autograd.Function):
     def backward(ctx, dy, dnormalized):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a differentiable gradient was asked for of a layer with tp_size of 2 or more; "
+                "create_graph is True for a layer with tp_size of 2 or more; "
                 "expected create_graph=False"
             )
         tensors: tuple[Any, ...] = ctx.saved_tensors
         operands = Operands.split(tensors[ctx.num_saved :], ctx.num_weights)
-        wants_input, _, *others = ctx.needs_input_grad[3:]
+        wants_input, _, *wants_others = ctx.needs_input_grad[3:]
         with outside_autocast(operands.input):
-            dx, *made = _MODES[ctx.products.split.mode].backward(
-                ctx.products,
+            products = ctx.products.of_backward(ctx)
+            dx, *others = _MODES[products.sharding.mode].backward(
+                products,
                 tensors[: ctx.num_saved],
                 operands,
                 (dy, dnormalized),
-                (wants_input, *others),
+                (wants_input, *wants_others),
                 ctx.sink,
             )
-        return None, None, None, dx, None, *made
+        return None, None, None, dx, None, *others

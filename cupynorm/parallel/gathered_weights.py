@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..gpu.arrays import type_in_words
 from ..linear.linear import Linear
-from ..linear.module import LayerNormLinear
 from ..linear.quantized_weight import QuantizedWeight
 from ..nn import quantization
 from ..nn.recipes import IN_BLOCKS, CurrentScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
+from .module import LayerNormLinear
 
 _aten = torch.ops.aten
 # What fully_shard makes a shard by, and what modules and state dicts do with one.
@@ -105,7 +105,7 @@ class _Shard(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, recipe: Recipe) -> _Shard:
-        made = Tensor._make_wrapper_subclass(
+        shard = Tensor._make_wrapper_subclass(
             cls,
             values.shape,
             values.stride(),
@@ -113,8 +113,8 @@ class _Shard(Tensor):
             dtype=values.dtype,
             device=values.device,
         )
-        made.values, made.recipe = values, recipe
-        return made
+        shard.values, shard.recipe = values, recipe
+        return shard
 
     @classmethod
     def __torch_dispatch__(
@@ -122,10 +122,10 @@ class _Shard(Tensor):
     ) -> Any:
         recipe = next(each.recipe for each in _shards((args, kwargs or {})))
         args, kwargs = tree_map_only(_Shard, lambda each: each.values, (args, kwargs or {}))
-        made = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         if function not in _SHARDING:
-            return made
-        return tree_map_only(Tensor, lambda each: _Shard(each, recipe), made)
+            return result
+        return tree_map_only(Tensor, lambda each: _Shard(each, recipe), result)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
@@ -140,11 +140,11 @@ class _Shard(Tensor):
         scale = quantization.scale_of(
             amax, dtype, power_of_two=power_of_two, smallest_amax=smallest_amax
         )
-        made = quantization.quantize(values, scale, dtype)
+        quantized = quantization.quantize(values, scale, dtype)
         # Every rank sends as many rows as the first.
         missing = -(-outer_size[0] // mesh.size()) - len(values)
-        data = functional.pad(made.data.view(torch.uint8), (0, 0, 0, missing))
-        return (data,), (made.scale_inv, outer_size[0])
+        data = functional.pad(quantized.data.view(torch.uint8), (0, 0, 0, missing))
+        return (data,), (quantized.scale_inv, outer_size[0])
 
     def fsdp_post_all_gather(
         self,
@@ -157,11 +157,11 @@ class _Shard(Tensor):
         """The whole weight, and the bytes that fully_shard frees after its use."""
         (data,), (scale_inv, num_rows) = gathered, sent
         narrow = data[:num_rows].view(self.recipe.fp8_format.value[0])
-        made = QuantizedTensor(narrow, scale_inv, param_dtype)
+        quantized = QuantizedTensor(narrow, scale_inv, param_dtype)
         if out is not None:
-            out.quantized = made
+            out.quantized = quantized
             return None
-        return QuantizedWeight(made, self.recipe), (data,)
+        return QuantizedWeight(quantized, self.recipe), (data,)
 
     def __repr__(self) -> str:
         return repr(self.values)
@@ -171,7 +171,7 @@ class _Shard(Tensor):
         return self.values.__reduce_ex__(protocol)
 
 
-def _shards(given: Any) -> list[_Shard]:
+def _shards(arguments: Any) -> list[_Shard]:
     found: list[_Shard] = []
-    tree_map_only(_Shard, found.append, given)
+    tree_map_only(_Shard, found.append, arguments)
     return found

@@ -1,7 +1,10 @@
 """torch: LayerNormLinear on one rank or several: which part of it a rank has, and its calls.
 
-column.py, row.py   what ranks compute and exchange
+function.py         an eager call, differentiable
+column.py, row.py   what ranks compute and exchange in it
 products.py         their products, in the dtype of the call or in 8-bit floats
+overlap.py          products that overlap with collectives
+sharding.py         how the ranks share the layer
 ranks.py            the group and its collectives
 traced.py           what torch.compile sees
 checkpoints.py      state dicts that load on another number of ranks
@@ -11,19 +14,19 @@ gathered_weights.py weights that fully_shard gathers in 8-bit floats
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, distributed
 
 from ..linear.call import LinearCall, Operands
 from ..linear.fp8 import RegionCall
 from ..linear.function import check_call
 from ..linear.matrices import as_rows
-from ..linear.module import LayerNormLinear as OneRank
+from ..linear.module import OneRankLayerNormLinear
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn import autocast, modes
+from ..nn.dtypes import product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
 from . import traced
@@ -31,80 +34,46 @@ from .function import project
 from .overlap import Overlaps, SymmetricSum, overlaps
 from .products import FloatProducts, QuantizedProducts
 from .ranks import Ranks, group_size
-from .split import Split
+from .sharding import Sharding
 
 MODES = (None, "column", "row")
 
 
-class LayerNormLinear(OneRank):
-    __doc__ = OneRank.__doc__
+class LayerNormLinear(OneRankLayerNormLinear):
+    __doc__ = OneRankLayerNormLinear.__doc__
 
     # Parameters.
 
-    def _share(self, given: Mapping[str, Any]) -> None:
-        mode, group, size = given["parallel_mode"], given["tp_group"], given["tp_size"]
+    def _share(self, arguments: Mapping[str, Any]) -> None:
+        mode, group, size = arguments["parallel_mode"], arguments["tp_group"], arguments["tp_size"]
         if mode not in MODES:
             raise ValueError(f"parallel_mode is {mode!r}; expected None, 'column' or 'row'")
         self._ranks = Ranks(_size(group, size), group)
         self.tp_size = size = self._ranks.size
-        self.sequence_parallel = bool(given["sequence_parallel"]) and size > 1
-        self.reduce_norm_gradients = given["reduce_norm_gradients"]
+        self.sequence_parallel = bool(arguments["sequence_parallel"]) and size > 1
+        self.reduce_norm_gradients = arguments["reduce_norm_gradients"]
         is_shared = size > 1 and mode is not None
-        if is_shared and mode == "row" and given["fused"] is not None:
+        if is_shared and mode == "row" and arguments["fused"] is not None:
             raise ValueError(
-                f"fused is {given['fused']!r} and tp_size is {size} with parallel_mode='row'; "
+                f"fused is {arguments['fused']!r} and tp_size is {size} with parallel_mode='row'; "
                 "expected fused=None, because a rank has no whole rows"
             )
         name = {"column": "out_features", "row": "in_features"}.get(mode, "")
         if is_shared:
-            if given[name] % size:
+            if arguments[name] % size:
                 raise ValueError(
-                    f"{name} is {given[name]} and tp_size is {size}; expected a multiple of {size}"
+                    f"{name} is {arguments[name]} and tp_size is {size}; "
+                    f"expected a multiple of {size}"
                 )
-            setattr(self, name, given[name] // size)
+            setattr(self, name, arguments[name] // size)
+        if is_shared and mode == "column":
+            self._num_out_shards = size
         self._is_shared = is_shared
         self._overlaps = overlaps(
-            given, mode, sequence_parallel=self.sequence_parallel, is_shared=is_shared
+            arguments, mode, sequence_parallel=self.sequence_parallel, is_shared=is_shared
         )
         kind = self._overlaps.all_reduce
         self._symmetric_sum = None if kind is None else SymmetricSum(kind)
-
-    def _make_parameters(
-        self,
-        split: Sequence[str] | Mapping[str, int] | None,
-        device: torch.device | str,
-        dtype: torch.dtype | None,
-    ) -> None:
-        if self._is_shared and self.parallel_mode == "column" and split:
-            split = self._own_sizes(split)
-        super()._make_parameters(split, device, dtype)
-
-    def _own_sizes(self, split: Any) -> Any:
-        """parameters_split with the sizes of this rank; as it is if the layer will refuse it."""
-        size, names = self.tp_size, [split] if isinstance(split, str) else split
-        whole = self.out_features * size
-        if not isinstance(split, Mapping):
-            is_even = isinstance(names, Sequence) and whole % len(names) == 0
-            if is_even and self.out_features % len(names):
-                raise ValueError(
-                    f"parameters_split has {len(names)} parts of {whole // len(names)} rows and "
-                    f"tp_size is {size}; expected parts of a multiple of {size} rows"
-                )
-            return split
-        numbers = list(split.values())
-        if not all(isinstance(each, int) for each in numbers) or sum(numbers) != whole:
-            found = f", {sum(numbers)} together" if numbers and type(numbers[0]) is int else ""
-            raise ValueError(
-                f"parameters_split has sizes {numbers}{found}; expected numbers of rows, "
-                f"out_features of all ranks, {whole}, together"
-            )
-        for name, rows in split.items():
-            if rows % size:
-                raise ValueError(
-                    f"{name} of parameters_split has {rows} rows and tp_size is {size}; "
-                    f"expected a multiple of {size}"
-                )
-        return {name: rows // size for name, rows in split.items()}
 
     def _mark_parameters(self) -> None:
         super()._mark_parameters()
@@ -157,7 +126,7 @@ class LayerNormLinear(OneRank):
     ) -> Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]:
         if self._is_shared and (modes.is_compiling() or modes.present_tracer()):
             if self._is_traced(inp):
-                self._check_input(inp)
+                self._check_shared_input(inp)
                 return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
             call = modes.run_untraced(self.forward)
             return call(inp, is_first_microbatch, fp8_output, fp8_grad)
@@ -167,7 +136,7 @@ class LayerNormLinear(OneRank):
             self._begin_call(inp)
         return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
 
-    forward.__doc__ = OneRank.forward.__doc__
+    forward.__doc__ = OneRankLayerNormLinear.forward.__doc__
 
     def _is_traced(self, inp: Tensor | QuantizedTensor) -> bool:
         """Whether torch.compile sees the operations of a call: traced.py."""
@@ -190,7 +159,7 @@ class LayerNormLinear(OneRank):
         if (inp.shape, inp.dtype) in self._ranks.known:
             return
         self._ranks.check_group()
-        self._check_input(inp)
+        self._check_shared_input(inp)
         self._ranks.agree(
             {
                 "parallel_mode": self.parallel_mode,
@@ -203,7 +172,7 @@ class LayerNormLinear(OneRank):
             inp,
         )
 
-    def _check_input(self, inp: Tensor) -> None:
+    def _check_shared_input(self, inp: Tensor) -> None:
         size, mode = self.tp_size, self.parallel_mode
         if inp.shape[-1:] != (self.in_features,):
             whole = f", of {self.in_features * size} on all ranks" if mode == "row" else ""
@@ -223,9 +192,9 @@ class LayerNormLinear(OneRank):
             )
 
     @property
-    def _split(self) -> Split:
+    def _sharding(self) -> Sharding:
         is_gathered = self.return_layernorm_output_gathered and self.sequence_parallel
-        return Split(
+        return Sharding(
             self._ranks,
             self.parallel_mode,
             self.sequence_parallel,
@@ -237,32 +206,30 @@ class LayerNormLinear(OneRank):
 
     def _project(
         self,
-        call: LinearCall,
+        operands: Operands,
         is_first_microbatch: bool | None,
         sink: WeightGradientSink | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if not self._is_shared:
-            return super()._project(call, is_first_microbatch, sink)
+            return super()._project(operands, is_first_microbatch, sink)
+        call = LinearCall(operands, self.linear_options(product_dtype(operands.input)))
         check_call(call)
         if modes.is_compiling():
-            return traced.project(call, self._split)
+            return traced.project(call, self._sharding)
         folded = self._fold(call, is_first_microbatch)
-        return project(FloatProducts(call.options, self._split, folded), call.operands, sink)
+        return project(FloatProducts(call.options, self._sharding, folded), operands, sink)
 
     def _project_in_fp8(
-        self,
-        call: RegionCall,
-        operands: Operands,
-        fp8_output: bool,
-        make_sink: Callable[[], WeightGradientSink] | None,
+        self, call: RegionCall, operands: Operands, fp8_output: bool
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         if not self._is_shared:
-            return super()._project_in_fp8(call, operands, fp8_output, make_sink)
+            return super()._project_in_fp8(call, operands, fp8_output)
         call = self._checked(call, operands, fp8_output)
         self._check_amaxes(call)
         quantized, weight = self.begin_in_fp8(call, operands)
-        sink = make_sink() if call.recorded and make_sink is not None else None
-        products = QuantizedProducts(quantized, self._split, weight)
+        has_sink = call.recorded and self._has_sink()
+        sink = self._make_sink(call.is_first_microbatch) if has_sink else None
+        products = QuantizedProducts(quantized, self._sharding, weight)
         y, normalized = project(products, operands, sink)
         if fp8_output:
             y = quantized.quantizers.quantize("output", as_rows(y))

@@ -47,13 +47,13 @@ class Overlaps(NamedTuple):
 
 
 def overlaps(
-    given: Mapping[str, Any], mode: str | None, *, sequence_parallel: bool, is_shared: bool
+    arguments: Mapping[str, Any], mode: str | None, *, sequence_parallel: bool, is_shared: bool
 ) -> Overlaps:
     """From the arguments of a layer. Warns where one has no effect.
 
     Raises ValueError for a symmetric_ar_type of another name.
     """
-    kind = given["symmetric_ar_type"]
+    kind = arguments["symmetric_ar_type"]
     if kind is not None and kind not in ALL_REDUCES:
         expected = ", ".join(map(repr, ALL_REDUCES))
         raise ValueError(f"symmetric_ar_type is {kind!r}; expected None, {expected}")
@@ -68,18 +68,18 @@ def overlaps(
         "ub_bulk_wgrad": column,
         "symmetric_ar_type": mode == "row" and not sequence_parallel,
     }
-    idle = [name for name, effective in has_effect.items() if given[name] and not effective]
+    effective = {name for name in has_effect if arguments[name] and has_effect[name]}
+    idle = [name for name in has_effect if arguments[name] and name not in effective]
     if idle:
         warnings.warn(
             f"{', '.join(idle)} has no effect with parallel_mode={mode!r} and "
             f"sequence_parallel={sequence_parallel}",
             stacklevel=4,
         )
-    scatter = given["ub_overlap_rs_dgrad"] if column else given["ub_overlap_rs"] and row
     return Overlaps(
-        bool(given["ub_overlap_ag"] and column),
-        bool(scatter),
-        kind if has_effect["symmetric_ar_type"] else None,
+        "ub_overlap_ag" in effective,
+        not effective.isdisjoint(("ub_overlap_rs", "ub_overlap_rs_dgrad")),
+        kind if "symmetric_ar_type" in effective else None,
     )
 
 
@@ -127,7 +127,7 @@ def gather_in_chunks(
     return torch.cat(made, 1).flatten(0, 1)
 
 
-class PendingChunks:
+class PendingChunks(Pending):
     """Chunks of one result, each of a collective that may still run."""
 
     def __init__(self, chunks: Sequence[Pending]) -> None:

@@ -8,7 +8,7 @@ rows of their own, and multiplies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from ..gpu import arrays
 from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
 from ..linear.fold import Folded
-from ..linear.fp8 import QuantizedCall
-from ..linear.matrices import as_rows, concatenate, join, sum_rows
-from ..linear.weight_gradients import WeightProduct
+from ..linear.fp8 import QuantizedCall, call_of_backward
+from ..linear.matrices import join, split_like, sum_rows
+from ..linear.quantizers import transposed_factor
+from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
@@ -28,9 +29,10 @@ from ..nn.recipes import IN_BLOCKS
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
 from . import overlap
-from .overlap import PendingChunks
 from .ranks import Pending
-from .split import Split
+from .sharding import Sharding
+
+Matrix = QuantizedTensor | Factor  # of 8-bit floats, with its scales
 
 
 class Kept(NamedTuple):
@@ -43,15 +45,81 @@ class Kept(NamedTuple):
     scale: Tensor | None
 
 
-class Products(Protocol):
-    """value_dtype: of the normalised values, [num_rows, in_features], that `rows` takes."""
+class OutputGradient(NamedTuple):
+    """The gradient of y.
+
+    rows: as it came, [num_rows, out_features]. factor: the rows as `dnormalized` takes them.
+    transposed: as `dweight` takes them. sums: over rows, [out_features], or None.
+    """
+
+    rows: Tensor
+    factor: Any
+    transposed: Any
+    sums: Tensor | None
+
+
+class Products:
+    """What both kinds of products share; the methods without a body are the kind's own.
+
+    A factor is a tensor, or a matrix of 8-bit floats with its scales; it has .data.
+    value_dtype: of the normalised values, [num_rows, in_features], that `rows` takes.
+    """
 
     options: LinearOptions
-    split: Split
+    sharding: Sharding
     value_dtype: torch.dtype
+
+    # Products that ranks share, cut to overlap with collectives where the layer is asked to.
+
+    def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor:
+        """y of the Rows of all ranks, which it gathers."""
+        sharding = self.sharding
+        if not sharding.cuts_gather(len(rows.data), weight.data):
+            return self.multiply(self.gather(rows)(), weight, bias)
+        if self.has_fused_operators(rows, weight):
+            y = self.gather_and_multiply(rows, weight)
+            return y if bias is None else y + bias
+        waits = [self.gather(chunk) for chunk in self.chunks_of(rows, 1)]
+        return overlap.gather_in_chunks(
+            waits, lambda chunk: self.multiply(chunk, weight, bias), sharding.ranks.size
+        )
+
+    def project_part(self, rows: Any, weight: Any) -> Pending:
+        """The sum over ranks of the products of their columns: all rows of it, or this rank's."""
+        return self._multiply_and_sum(rows, weight, self.sharding.reduce_output, fast=True)
+
+    def dnormalized(
+        self, dy: OutputGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Tensor:
+        """dy weight of this rank. saved: the tensors of `weight`."""
+        return self.multiply(dy.factor, self.transposed_weight(weights, saved), fast=False)
+
+    def dnormalized_of_ranks(
+        self, dy: OutputGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Pending:
+        """The same summed over ranks: all rows of it, or this rank's."""
+        weight = self.transposed_weight(weights, saved)
+        return self._multiply_and_sum(dy.factor, weight, self.sharding.reduce, fast=False)
+
+    def _multiply_and_sum(
+        self, a: Any, b: Any, reduce: Callable[[Tensor], Pending], *, fast: bool
+    ) -> Pending:
+        ranks = self.sharding.ranks
+        if not self.sharding.cuts_scatter(len(a.data), b.data):
+            return reduce(self.multiply(a, b, fast=fast))
+        if self.has_fused_operators(a, b):
+            return Pending(self.multiply_and_scatter(a, b, fast=fast))
+        return overlap.reduce_in_chunks(
+            self.chunks_of(a, ranks.size), lambda chunk: self.multiply(chunk, b, fast=fast), ranks
+        )
+
+    # Of each kind.
 
     def without_weight(self) -> Products:
         """For a backward, which has the weight among its saved tensors."""
+
+    def of_backward(self, ctx: Any) -> Products:
+        """For one of a node's backwards: fp8.call_of_backward."""
 
     def fuses_norm(self, input: Tensor) -> bool:
         """Whether the norm's kernel writes Rows: then `normalize` and `normalize_again` exist."""
@@ -59,7 +127,8 @@ class Products(Protocol):
     def rows(self, values: Tensor) -> Any:
         """Rows of this rank."""
 
-    def keep(self, rows: Any) -> Kept: ...
+    def keep(self, rows: Any) -> Kept:
+        """What backward needs of Rows."""
 
     def gather(self, rows: Any) -> Callable[[], Any]:
         """Starts to gather Rows. The function that is returned waits for those of all ranks."""
@@ -70,47 +139,56 @@ class Products(Protocol):
         """The same in backward. The function returns the Rows as `dweight` takes them."""
 
     def weight(self, weights: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
-        """The weight for `project`, and the tensors that `dnormalized` needs besides weights."""
+        """The weight for `project`, and what `transposed_weight` needs besides weights."""
 
-    def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor:
-        """y of the Rows of all ranks, which it gathers."""
+    def transposed_weight(self, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Any:
+        """The factor [in_features, out_features]."""
 
-    def project_part(self, rows: Any, weight: Any) -> Pending | PendingChunks:
-        """The sum over ranks of the products of their columns: all rows of it, or this rank's."""
+    def multiply(self, a: Any, b: Any, bias: Tensor | None = None, *, fast: bool = True) -> Tensor:
+        """a b^T + bias in the dtype of the call. fast: as for nn.products.multiply."""
 
-    def gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[Any, Tensor | None]:
-        """dy as the products take it, and its sums over rows if sum_dtype is given."""
+    def has_fused_operators(self, a: Any, b: Any) -> bool:
+        """Whether torch has one operator for a b^T and a collective. The same on all ranks."""
 
-    def dnormalized(
-        self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Tensor: ...
+    def gather_and_multiply(self, rows: Any, weight: Any) -> Tensor:
+        """By such an operator: the Rows of all ranks times weight^T."""
 
-    def dnormalized_of_ranks(
-        self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending | PendingChunks:
-        """The same summed over ranks: all rows of it, or this rank's."""
+    def multiply_and_scatter(self, a: Any, b: Any, *, fast: bool) -> Tensor:
+        """By such an operator: this rank's rows of the sum over ranks of a b^T."""
+
+    def chunks_of(self, rows: Any, size: int) -> list[Any]:
+        """Some rows of each of `size` equal parts of a factor, in up to 4 chunks."""
+
+    def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
+        """Of the rows of dy; with their sums if sum_dtype is given."""
 
     def round(self, dnormalized: Tensor) -> Tensor:
         """What the norm's backward takes of it: rounded to 8 bits by fp8_grad."""
 
-    def dweight(self, dy: Any, rows: Any, dtype: torch.dtype) -> Tensor: ...
+    def dweight(self, dy: OutputGradient, rows: Any, dtype: torch.dtype) -> Tensor:
+        """[out_features, in_features]. rows: of gather_again."""
 
-    def for_sink(self, dy_rows: Tensor, dy: Any, rows: Any) -> WeightProduct:
-        """The weight's gradient as a WeightGradientSink takes it. dy_rows: dy as it came."""
+    def for_sink(self, dy: OutputGradient, rows: Any) -> WeightProduct:
+        """The weight's gradient as a WeightGradientSink takes it."""
 
 
-class FloatProducts:
+class FloatProducts(Products):
     """Products in the dtype of the options. Rows are tensors.
 
     folded: the parameters already folded, for `fused`.
     """
 
-    def __init__(self, options: LinearOptions, split: Split, folded: Folded | None = None) -> None:
-        self.options, self.split, self.value_dtype = options, split, options.dtype
+    def __init__(
+        self, options: LinearOptions, sharding: Sharding, folded: Folded | None = None
+    ) -> None:
+        self.options, self.sharding, self.value_dtype = options, sharding, options.dtype
         self.folded = folded
 
     def without_weight(self) -> FloatProducts:
-        return FloatProducts(self.options, self.split)
+        return FloatProducts(self.options, self.sharding)
+
+    def of_backward(self, ctx: Any) -> FloatProducts:
+        return self
 
     def fuses_norm(self, input: Tensor) -> bool:
         return False
@@ -122,7 +200,7 @@ class FloatProducts:
         return Kept(rows if self.options.save_normalized else None, None)
 
     def gather(self, rows: Tensor) -> Callable[[], Tensor]:
-        return self.split.gather_input(rows).wait
+        return self.sharding.gather_input(rows).wait
 
     def gather_again(
         self, make_values: Callable[[torch.dtype], Tensor], kept: Kept
@@ -132,63 +210,41 @@ class FloatProducts:
     def weight(self, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         return join(weights).to(self.options.dtype), ()
 
-    def project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        split = self.split
-        if not split.cuts_gather(len(rows), weight):
-            return functional.linear(self.gather(rows)(), weight, bias)
-        if split.ranks.shares_memory and len(rows):
-            y = overlap.gather_and_multiply(rows, weight, split.ranks)
-            return y if bias is None else y + bias
-        waits = [self.gather(chunk) for chunk in overlap.chunks_of(rows, 1)]
-        return overlap.gather_in_chunks(
-            waits, lambda chunk: functional.linear(chunk, weight, bias), split.ranks.size
-        )
+    def transposed_weight(self, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
+        return self.weight(weights)[0].t()
 
-    def project_part(self, rows: Tensor, weight: Tensor) -> Pending | PendingChunks:
-        if self.split.cuts_scatter(len(rows), weight):
-            return self._multiply_and_scatter(rows, weight.t())
-        return self.split.reduce_output(functional.linear(rows, weight))
+    def multiply(
+        self, a: Tensor, b: Tensor, bias: Tensor | None = None, *, fast: bool = True
+    ) -> Tensor:
+        return functional.linear(a, b, bias)
 
-    def _multiply_and_scatter(self, a: Tensor, b: Tensor) -> Pending | PendingChunks:
-        ranks = self.split.ranks
-        if ranks.shares_memory and len(a):
-            return Pending(overlap.multiply_and_scatter(a, b, ranks))
-        chunks = overlap.chunks_of(a, ranks.size)
-        return overlap.reduce_in_chunks(chunks, lambda chunk: chunk @ b, ranks)
+    def has_fused_operators(self, a: Tensor, b: Tensor) -> bool:
+        return self.sharding.ranks.shares_memory and len(a) > 0
 
-    def gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-        return dy, None if sum_dtype is None else sum_rows(dy, sum_dtype)
+    def gather_and_multiply(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return overlap.gather_and_multiply(rows, weight, self.sharding.ranks)
 
-    def dnormalized(self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
-        return dy @ self.weight(weights)[0]
+    def multiply_and_scatter(self, a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
+        return overlap.multiply_and_scatter(a, b.t(), self.sharding.ranks)
 
-    def dnormalized_of_ranks(
-        self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending | PendingChunks:
-        weight = self.weight(weights)[0]
-        if self.split.cuts_scatter(len(dy), weight):
-            return self._multiply_and_scatter(dy, weight)
-        return self.split.reduce(dy @ weight)
+    def chunks_of(self, rows: Tensor, size: int) -> list[Tensor]:
+        return overlap.chunks_of(rows, size)
+
+    def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
+        sums = None if sum_dtype is None else sum_rows(rows, sum_dtype)
+        return OutputGradient(rows, rows, rows.t(), sums)
 
     def round(self, dnormalized: Tensor) -> Tensor:
         return dnormalized
 
-    def dweight(self, dy: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        return dy.t() @ rows
+    def dweight(self, dy: OutputGradient, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return dy.transposed @ rows
 
-    def for_sink(self, dy_rows: Tensor, dy: Tensor, rows: Tensor) -> WeightProduct:
-        reads = {"the normalised tensor": rows}
-        return WeightProduct(dy_rows, lambda: rows, reads=reads)
-
-
-class _Gradient(NamedTuple):
-    """dy in 8-bit floats, as both products take it."""
-
-    data: Factor
-    transposed: Factor
+    def for_sink(self, dy: OutputGradient, rows: Tensor) -> WeightProduct:
+        return WeightProduct(dy.rows, lambda: rows, reads={"the normalised tensor": rows})
 
 
-class QuantizedProducts:
+class QuantizedProducts(Products):
     """Products of 8-bit floats. Rows are QuantizedTensors of values in float32.
 
     Ranks gather data, 1 byte an element, and the scales of blocks. One scale for all rows is the
@@ -199,40 +255,42 @@ class QuantizedProducts:
     weight: quantised, with its transposed copy where there is a backward; None in backward.
     """
 
-    def __init__(self, call: QuantizedCall, split: Split, weight: QuantizedTensor | None) -> None:
-        self.options, self.split, self.value_dtype = call.options, split, torch.float32
+    def __init__(
+        self, call: QuantizedCall, sharding: Sharding, weight: QuantizedTensor | None
+    ) -> None:
+        self.options, self.sharding, self.value_dtype = call.options, sharding, torch.float32
         self.quantizers, self._call, self._weight = call.quantizers, call, weight
         self._in_blocks = isinstance(call.quantizers.recipe, IN_BLOCKS)
 
     def without_weight(self) -> QuantizedProducts:
-        return QuantizedProducts(self._call, self.split, None)
+        return QuantizedProducts(self._call, self.sharding, None)
+
+    def of_backward(self, ctx: Any) -> QuantizedProducts:
+        return QuantizedProducts(call_of_backward(ctx, self._call), self.sharding, None)
 
     def fuses_norm(self, input: Tensor) -> bool:
         """On a GPU, for one scale that needs no other rank, and if nothing else is returned."""
-        needs_ranks = self._in_blocks or self.quantizers.rule is not None and self.split.shares_rows
-        return not (arrays.on_host(input) or needs_ranks or self.options.return_normalized)
+        needs_amax_of_ranks = self.quantizers.rule is not None and self.sharding.shares_rows
+        needs_values = self._in_blocks or needs_amax_of_ranks or self.options.return_normalized
+        return not (needs_values or arrays.on_host(input))
 
     def normalize(self, operands: Operands) -> tuple[QuantizedTensor, Tensor | None, Tensor]:
         """Rows, mean and rstd."""
-        input, made = operands.input, self.quantizers.of_normalized(transpose=False)
-        of_rows = operands._replace(input=as_rows(input))
-        rows, mean, rstd = kernels.forward_quantized(self.options, of_rows, *made)
-        leading = input.shape[:-1]
-        return rows, None if mean is None else mean.reshape(leading), rstd.reshape(leading)
+        how, scale, amax = self.quantizers.of_normalized(transpose=False)
+        return kernels.forward_quantized(self.options, operands, how, scale, amax)
 
     def normalize_again(self, operands: Operands, kept: Kept) -> Kept:
         """With the data of the forward, by its scale."""
-        made = Quantization(name_of(self.quantizers.dtype("input")))
-        of_rows = operands._replace(input=as_rows(operands.input))
-        rows, _, _ = kernels.forward_quantized(self.options, of_rows, made, kept.scale, None)
+        how = Quantization(name_of(self.quantizers.dtype("input")))
+        rows, _, _ = kernels.forward_quantized(self.options, operands, how, kept.scale, None)
         return kept._replace(data=rows.data)
 
     def rows(self, values: Tensor) -> QuantizedTensor:
         quantizers, rule = self.quantizers, self.quantizers.rule
-        if rule is None or not self.split.shares_rows:
+        if rule is None or not self.sharding.shares_rows:
             return quantizers.quantize("input", values)
         amax = quantization.amax_of(values).reshape(1)
-        amax = self.split.ranks.all_reduce(amax, largest=True).wait()
+        amax = self.sharding.ranks.all_reduce(amax, largest=True).wait()
         dtype, smallest = quantizers.dtype("input"), rule.smallest_amax
         scale = quantization.scale_of(
             amax, dtype, power_of_two=rule.power_of_two, smallest_amax=smallest
@@ -241,141 +299,112 @@ class QuantizedProducts:
 
     def keep(self, rows: QuantizedTensor) -> Kept:
         is_kept = self.options.save_normalized and not self._in_blocks
-        return Kept(rows.data if is_kept else None, self.quantizers.scale_to_keep("input", rows))
+        return Kept(rows.data if is_kept else None, self.quantizers.scale_to_keep(rows))
 
-    def gather(self, rows: QuantizedTensor) -> Callable[[], QuantizedTensor]:
-        data, scale_inv = self.split.gather_input(rows.data), Pending(rows.scale_inv)
+    def gather(self, rows: Matrix) -> Callable[[], Factor]:
+        data, scale_inv = self.sharding.gather_input(rows.data), Pending(rows.scale_inv)
         if self._in_blocks:
-            scale_inv = self.split.gather_input(rows.scale_inv)
-        return lambda: QuantizedTensor(
-            data.wait(), scale_inv.wait(), rows.dtype, **_blocks_of(rows)
-        )
+            scale_inv = self.sharding.gather_input(rows.scale_inv)
+        blocks = rows.block_rows, rows.block_cols
+        return lambda: Factor(data.wait(), scale_inv.wait(), *blocks)
 
     def gather_again(
         self, make_values: Callable[[torch.dtype], Tensor], kept: Kept
     ) -> Callable[[], Factor]:
         if self._in_blocks:
-            values = self.split.gather_input(make_values(self.value_dtype))
-            return lambda: self._along_columns(values.wait())
+            values, quantize = make_values(self.value_dtype), self.quantizers.quantize
+            values = self.sharding.gather_input(values)
+            return lambda: transposed_factor(quantize("input", values.wait(), transpose=True))
         data = kept.data
         if data is None:
             values, dtype = make_values(self.value_dtype), self.quantizers.dtype("input")
             data = quantization.quantize(values, kept.scale, dtype).data
-        data = self.split.gather_input(data)
+        data = self.sharding.gather_input(data)
         return lambda: Factor(quantization.transpose_data(data.wait()), 1.0 / kept.scale)
-
-    def _along_columns(self, values: Tensor) -> Factor:
-        made = self.quantizers.quantize("input", values, transpose=True)
-        return Factor(made.transposed, made.transposed_scale_inv, **_blocks_of(made))
 
     def weight(self, weights: Sequence[Tensor]) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         weight = self._weight
         if weight.transposed is None:
             return weight, ()
-        return weight, (weight.transposed, _transposed_scale_inv(weight))
+        return weight, transposed_factor(weight)[:2]
 
-    def project(
-        self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
-    ) -> Tensor:
-        split = self.split
-        if not split.cuts_gather(len(rows.data), weight.data):
-            return self._project(self.gather(rows)(), weight, bias)
-        if overlap.multiplies_scaled(rows, weight, split.ranks):
-            dtype = self.options.dtype
-            y = overlap.gather_and_multiply_scaled(rows, weight, dtype, split.ranks)
-            return y if bias is None else y + bias
-        waits = [self.gather(chunk) for chunk in self._chunks_of(rows, 1)]
-        return overlap.gather_in_chunks(
-            waits, lambda chunk: self._project(chunk, weight, bias), split.ranks.size
-        )
+    def transposed_weight(self, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Factor:
+        return self.quantizers.transposed_weight(*saved)
 
-    def _project(
-        self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
+    def multiply(
+        self, a: Matrix, b: Matrix, bias: Tensor | None = None, *, fast: bool = True
     ) -> Tensor:
         is_exact = self.quantizers.is_exact
-        return multiply(rows, weight, self.options.dtype, bias=bias, fast=True, is_exact=is_exact)
+        return multiply(a, b, self.options.dtype, bias=bias, fast=fast, is_exact=is_exact)
 
-    def project_part(
-        self, rows: QuantizedTensor, weight: QuantizedTensor
-    ) -> Pending | PendingChunks:
-        if not self.split.cuts_scatter(len(rows.data), weight.data):
-            return self.split.reduce_output(self._project(rows, weight, None))
-        return self._multiply_and_scatter(rows, weight, fast=True)
+    def has_fused_operators(self, a: Matrix, b: Matrix) -> bool:
+        return overlap.multiplies_scaled(a, b, self.sharding.ranks)
 
-    def _multiply_and_scatter(
-        self, a: QuantizedTensor | Factor, b: QuantizedTensor | Factor, *, fast: bool
-    ) -> Pending | PendingChunks:
-        ranks, dtype = self.split.ranks, self.options.dtype
-        if overlap.multiplies_scaled(a, b, ranks):
-            return Pending(overlap.multiply_scaled_and_scatter(a, b, dtype, ranks, fast=fast))
-        is_exact = self.quantizers.is_exact
-        return overlap.reduce_in_chunks(
-            self._chunks_of(a, ranks.size),
-            lambda chunk: multiply(chunk, b, dtype, fast=fast, is_exact=is_exact),
-            ranks,
-        )
+    def gather_and_multiply(self, rows: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
+        ranks, dtype = self.sharding.ranks, self.options.dtype
+        return overlap.gather_and_multiply_scaled(rows, weight, dtype, ranks)
 
-    def _chunks_of(self, rows: QuantizedTensor | Factor, size: int) -> list[QuantizedTensor]:
+    def multiply_and_scatter(self, a: Matrix, b: Matrix, *, fast: bool) -> Tensor:
+        ranks, dtype = self.sharding.ranks, self.options.dtype
+        return overlap.multiply_scaled_and_scatter(a, b, dtype, ranks, fast=fast)
+
+    def chunks_of(self, rows: Matrix, size: int) -> list[Factor]:
         bits = rows.data.view(torch.uint8)
         data = [each.view(rows.data.dtype) for each in overlap.chunks_of(bits, size)]
         scales = [rows.scale_inv] * len(data)
         if self._in_blocks:  # of which each row has its own
             scales = overlap.chunks_of(rows.scale_inv, size)
-        return [
-            QuantizedTensor(each, scale_inv, torch.float32, **_blocks_of(rows))
-            for each, scale_inv in zip(data, scales)
-        ]
+        blocks = rows.block_rows, rows.block_cols
+        return [Factor(*each, *blocks) for each in zip(data, scales)]
 
-    def gradient(
-        self, dy: Tensor, sum_dtype: torch.dtype | None
-    ) -> tuple[_Gradient, Tensor | None]:
-        made, sums = self.quantizers.quantize_gradient(dy, sum_dtype)
-        if sum_dtype is not None and sums is None:
-            sums = sum_rows(dy, sum_dtype)
-        blocks = _blocks_of(made)
-        transposed = Factor(made.transposed, _transposed_scale_inv(made), **blocks)
-        return _Gradient(Factor(made.data, made.scale_inv, **blocks), transposed), sums
-
-    def dnormalized(
-        self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Tensor:
-        return self._multiply_back(dy.data, saved)
-
-    def dnormalized_of_ranks(
-        self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending | PendingChunks:
-        split = self.split
-        if not split.cuts_scatter(len(dy.data.data), saved[0]):
-            return split.reduce(self._multiply_back(dy.data, saved))
-        weight = self.quantizers.transposed_weight(*saved)
-        return self._multiply_and_scatter(dy.data, weight, fast=False)
-
-    def _multiply_back(self, dy: Factor, saved: Sequence[Tensor]) -> Tensor:
-        weight, is_exact = self.quantizers.transposed_weight(*saved), self.quantizers.is_exact
-        return multiply(dy, weight, self.options.dtype, is_exact=is_exact)
+    def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
+        (factor, transposed), sums = self.quantizers.quantize_gradient(rows, sum_dtype)
+        return OutputGradient(rows, factor, transposed, sums)
 
     def round(self, dnormalized: Tensor) -> Tensor:
         if not self._call.quantize_gradient:
             return dnormalized
         return self.quantizers.quantize("grad_input", dnormalized).dequantize(self.options.dtype)
 
-    def dweight(self, dy: _Gradient, rows: Factor, dtype: torch.dtype) -> Tensor:
+    def dweight(self, dy: OutputGradient, rows: Factor, dtype: torch.dtype) -> Tensor:
         return multiply(dy.transposed, rows, dtype, is_exact=self.quantizers.is_exact)
 
-    def for_sink(self, dy_rows: Tensor, dy: _Gradient, rows: Factor) -> WeightProduct:
-        return WeightProduct(dy_rows, make_dweight=lambda dtype: self.dweight(dy, rows, dtype))
+    def for_sink(self, dy: OutputGradient, rows: Factor) -> WeightProduct:
+        def make_dweight(dtype: torch.dtype) -> Tensor:
+            return self.dweight(dy, rows, dtype)
+
+        return WeightProduct(dy.rows, make_dweight=make_dweight)
+
+
+def weight_gradients(
+    products: Products,
+    operands: Operands,
+    dy: OutputGradient | None,
+    normalized: Any,
+    wanted: Sequence[bool],
+    sink: WeightGradientSink | None,
+) -> list[Tensor | None]:
+    """The gradients of *weights, *biases, or what autograd gets where a sink takes them.
+
+    normalized: the Rows of the product; None where no weight's gradient is wanted.
+    """
+    weights, biases = operands.weights, operands.biases
+    if sink is not None and dy is not None:
+        dweights, dbiases = sink.take(products.for_sink(dy, normalized), wanted)
+        return [*dweights, *dbiases]
+    dweights, dbiases = [None] * len(weights), [None] * len(biases)
+    if sink is not None:
+        sink.take_nothing()
+    elif dy is not None:
+        if normalized is not None:
+            dweight = products.dweight(dy, normalized, weights[0].dtype)
+            dweights = split_like(dweight, weights)
+        if dy.sums is not None:
+            dbiases = split_like(dy.sums, biases)
+    return [*dweights, *dbiases]
 
 
 def joined_bias(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     """The parts of the bias together, in a dtype; None of no parts."""
-    bias = concatenate(biases)
+    bias = join(biases)
     return None if bias is None else bias.to(dtype)
-
-
-def _blocks_of(made: QuantizedTensor | Factor) -> dict[str, Any]:
-    """The extents of its blocks."""
-    return {"block_rows": made.block_rows, "block_cols": made.block_cols}
-
-
-def _transposed_scale_inv(made: QuantizedTensor) -> Tensor:
-    return made.scale_inv if made.transposed_scale_inv is None else made.transposed_scale_inv

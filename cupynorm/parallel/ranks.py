@@ -96,23 +96,23 @@ class Ranks:
         if self.size == 1:
             return
         if not self.known:
-            _check_same(self._objects(call))
+            _check_same(self._gather_objects(call))
             device = input.device
             if device.type == "cuda" and distributed.get_backend(self.group) == "nccl":
-                places = self._objects((socket.gethostname(), device.index))
-                found = self._objects((_reaches(places, self.rank), _has_multicast(device)))
+                places = self._gather_objects((socket.gethostname(), device.index))
+                found = self._gather_objects((_reaches(places, self.rank), _has_multicast(device)))
                 self.shares_memory, self.has_multicast = map(all, zip(*found))
         else:
-            _check_same(self._stored(call))
+            _check_same(self._gather_by_store(call))
         self.known.add((input.shape, input.dtype))
 
-    def _objects(self, own: Any) -> list[Any]:
+    def _gather_objects(self, own: Any) -> list[Any]:
         """An object of each rank."""
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, own, self.group)
         return found
 
-    def _stored(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+    def _gather_by_store(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """The calls of all ranks by the store of the group, without a collective."""
         store = distributed.distributed_c10d._get_process_group_store(self.group)
         name, own = self.group.group_name, self.rank

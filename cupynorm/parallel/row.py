@@ -23,18 +23,17 @@ from ..linear.weight_gradients import WeightGradientSink
 from ..nn import row_statistics
 from ..nn.dtypes import name_of
 from ..norm.split_rows import OfPart, SplitNorm, Wanted
-from .products import Kept, Products, joined_bias
-from .weights import Arrived, weight_gradients
+from .products import Kept, Products, joined_bias, weight_gradients
 
 
 def forward(
     products: Products, operands: Operands
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """y, this rank's columns of normalized (None unless requested), and what `backward` needs."""
-    options, split, input = products.options, products.split, operands.input
+    options, sharding, input = products.options, products.sharding, operands.input
     norm, of_part = _norm(products, input), _of_part(operands)
     own = row_statistics.statistics_of_part(of_part, norm)
-    parts = split.ranks.gather(own[None]).wait()
+    parts = sharding.ranks.gather(own[None]).wait()
     values, statistics = row_statistics.normalize(
         of_part._replace(parts=parts), norm, products.value_dtype
     )
@@ -48,8 +47,8 @@ def forward(
             values, _ = row_statistics.normalize(of_part, norm, options.dtype)
         normalized = values.reshape(input.shape)
     y, shape = reduction.wait(), input.shape
-    if split.sequence_parallel:
-        shape = (len(input) // split.ranks.size, *shape[1:])
+    if sharding.sequence_parallel:
+        shape = (len(input) // sharding.ranks.size, *shape[1:])
     y = y.reshape(*shape[:-1], y.shape[-1])
     bias = joined_bias(operands.biases, options.dtype)
     y = y if bias is None else y + bias
@@ -66,39 +65,34 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """As column.backward. Where rows of dy were gathered, each rank has the whole dbias."""
     statistics, data, scale, *saved_weight = saved
-    split, (dy, dnormalized) = products.split, incoming
+    sharding, (dy, dnormalized) = products.sharding, incoming
     input, _, norm_weight, norm_bias, weights, biases = operands
     wants_norm, wants_parts = wanted[:3], wanted[3:]
     wants_weight = any(wants_parts[: len(weights)])
     norm, of_part = _norm(products, input), _of_part(operands)._replace(statistics=statistics)
 
-    def values(dtype: torch.dtype) -> Tensor:
+    def make_values(dtype: torch.dtype) -> Tensor:
         return row_statistics.normalize(of_part, norm, dtype)[0]
 
-    total = rows = made = dbias = normalized = None
+    total = gradient = normalized = None
     if dy is not None:
-        gathering = split.ranks.gather(as_rows(dy)) if split.sequence_parallel else None
+        gathering = sharding.ranks.gather(as_rows(dy)) if sharding.sequence_parallel else None
         if wants_weight:
             # The rows of normalized are this rank's alone: nothing is gathered.
-            normalized = products.gather_again(values, Kept(data, scale))()
+            normalized = products.gather_again(make_values, Kept(data, scale))()
         rows = as_rows(dy) if gathering is None else gathering.wait()
-        sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
-        made, dbias = products.gradient(rows, sums)
+        sum_dtype = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
+        gradient = products.gradient(rows, sum_dtype)
         if any(wants_norm):
-            total = products.round(products.dnormalized(made, weights, saved_weight))
+            total = products.round(products.dnormalized(gradient, weights, saved_weight))
     if dnormalized is not None:
         dnormalized = as_rows(dnormalized)
         total = dnormalized if total is None else total + dnormalized
     reduction = None
     of_total = of_part._replace(bias=None, dy=total)
     if total is not None and wants_norm[0]:
-        reduction = split.ranks.all_reduce(row_statistics.sums_of_part(of_total, norm))
-    dparts = [None] * (len(weights) + len(biases))
-    if dy is not None:
-        of_dy = Arrived(rows, made, dbias)
-        dparts = weight_gradients(products, operands, of_dy, normalized, wants_parts, sink)
-    elif sink is not None:
-        sink.take_nothing()
+        reduction = sharding.ranks.all_reduce(row_statistics.sums_of_part(of_total, norm))
+    dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
 
     of_norm: tuple[Tensor | None, ...] = (None, None, None)
     if total is not None and any(wants_norm):
@@ -110,12 +104,12 @@ def backward(
         of_norm = row_statistics.gradients(of_total, norm, Wanted(*dtypes))
     dx, *of_parameters = of_norm
     dx = None if dx is None else dx.reshape(input.shape)
-    every = (dx, *of_parameters, *dparts)
-    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(every, wanted))
+    gradients = zip((dx, *of_parameters, *dparts), wanted)
+    return tuple(each if is_wanted else None for each, is_wanted in gradients)
 
 
 def _norm(products: Products, input: Tensor) -> SplitNorm:
-    options, num_ranks = products.options, products.split.ranks.size
+    options, num_ranks = products.options, products.sharding.ranks.size
     eps = check_eps(options.eps, name_of(input.dtype), centered=options.centered)
     return SplitNorm(
         options.centered,

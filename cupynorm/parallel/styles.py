@@ -63,14 +63,14 @@ def _distribute(
             is_of_norm = name.startswith("layer_norm_")
             placement = of_weights if name in module.weight_names else of_biases
             placement = of_norm if is_of_norm else placement
-            made = distribute(parameter.detach(), mesh, [placement])
-            made = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-            module.register_parameter(name, made)
+            shard = distribute(parameter.detach(), mesh, [placement])
+            shard = torch.nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, shard)
 
     def prepare(module: torch.nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
         desired = style.desired_input_layouts
-        made = style._prepare_input_fn(style.input_layouts, desired, module, inputs, mesh)
-        return made, *inputs[1:]
+        input = style._prepare_input_fn(style.input_layouts, desired, module, inputs, mesh)
+        return input, *inputs[1:]
 
     def finish(module: torch.nn.Module, y: Any, mesh: DeviceMesh) -> Any:
         return style._prepare_output_fn(

@@ -14,34 +14,34 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..linear.call import LinearCall
+from ..linear.matrices import concatenate
 from ..linear.norms import normalize_and_add
 from ..nn import formulas
-from .split import Split
+from .sharding import Sharding
 
 # Older compilers do not know the groups of torch.distributed well enough.
 IS_KNOWN = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 _collectives = torch.ops._c10d_functional
 
 
-def project(call: LinearCall, split: Split) -> tuple[Tensor, Tensor | None]:
+def project(call: LinearCall, sharding: Sharding) -> tuple[Tensor, Tensor | None]:
     """y and normalized (None unless requested), as function.project."""
     operands, options = call
-    name, size = split.ranks.group.group_name, split.ranks.size
+    name, size = sharding.ranks.group.group_name, sharding.ranks.size
     weight, bias = (
-        None if not parts else (torch.cat(parts) if len(parts) > 1 else parts[0]).to(options.dtype)
-        for parts in (operands.weights, operands.biases)
+        concatenate(parts, options.dtype) for parts in (operands.weights, operands.biases)
     )
-    if split.mode == "row":
+    if sharding.mode == "row":
         normalized = _normalize_split_rows(call, name, size)
         part = functional.linear(normalized, weight)
-        if split.sequence_parallel:
+        if sharding.sequence_parallel:
             y = _Scattered.apply(part, size, name)
             bias = None if bias is None else _Copied.apply(bias, name)  # for some rows on each rank
         else:
             y = _Summed.apply(part, name)
         y = y if bias is None else y + bias
         return y, normalized if options.return_normalized else None
-    if split.reduces_norm and split.gathers_input:
+    if sharding.reduces_norm and sharding.gathers_input:
         of_norm = (
             None if each is None else _Copied.apply(each, name)
             for each in (operands.norm_weight, operands.norm_bias)
@@ -49,14 +49,14 @@ def project(call: LinearCall, split: Split) -> tuple[Tensor, Tensor | None]:
         norm_weight, norm_bias = of_norm
         call = LinearCall(operands._replace(norm_weight=norm_weight, norm_bias=norm_bias), options)
     normalized, _ = normalize_and_add(call)
-    if split.gathers_input:
+    if sharding.gathers_input:
         rows = _Gathered.apply(normalized, size, name)
     else:
         rows = _Copied.apply(normalized, name)
     y = functional.linear(rows, weight, bias)
     if not options.return_normalized:
         return y, None
-    return y, rows if split.gathered else normalized
+    return y, rows if sharding.gathered else normalized
 
 
 def _normalize_split_rows(call: LinearCall, name: str, size: int) -> Tensor:

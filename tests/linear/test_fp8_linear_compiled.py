@@ -112,6 +112,14 @@ def test_a_compiled_layer_takes_any_number_of_rows(recipe):
         assert all(torch.equal(*pair) for pair in zip(*made)), num_rows
 
 
+def test_a_layer_with_main_grad_compiles_into_one_graph_without_gradients():
+    torch._dynamo.reset()
+    module, problem = make(fuse_wgrad_accumulation=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), fp8_autocast(recipe=CurrentScaling()):
+        assert torch.equal(compiled(tensor(problem.x)), module(tensor(problem.x)))
+
+
 def test_microbatches_of_a_compiled_layer():
     """They share a quantised weight, which is not among the tensors saved for backward."""
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -351,7 +352,7 @@ def test_weight_gradients_of_an_input_of_a_subclass(option):
 
 def test_tensors_elsewhere_and_arrays_are_refused():
     module, x = LayerNormLinear(24, 16, **CPU), torch.ones(3, 24)
-    with pytest.raises(ValueError, match="norm_weight is a torch tensor on cpu, input is .* meta"):
+    with pytest.raises(ValueError, match="weight is a torch tensor on cpu, input is .* meta"):
         module(x.to("meta"))
     given = (module.layer_norm_weight, module.layer_norm_bias, module.weight)
     with pytest.raises(
@@ -390,6 +391,10 @@ def test_splits_in_autocast_of_the_other_16_bit_dtype(return_bias, recipe):
     assert x.grad.abs().sum() > 0 and all(
         each.grad.dtype == torch.float16 for each in module._weights()
     )
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, mapped = (run(x) for run in (module, torch.func.vmap(module)))
+    expected, mapped = (made[0] if return_bias else made for made in (expected, mapped))
+    torch.testing.assert_close(mapped, expected, rtol=2.0**-7, atol=2.0**-7)
 
 
 def test_weight_gradients_under_a_dispatch_mode():
@@ -408,6 +413,30 @@ def test_weight_gradients_under_a_dispatch_mode():
     torch.testing.assert_close(
         module.weight.main_grad, plain.weight.grad, rtol=2.0**-20, atol=2.0**-20
     )
+
+
+def test_a_delayed_8_bit_weight_gradient_frees_the_input():
+    layer = LayerNormLinear(64, 32, delay_wgrad_compute=True, **CPU)
+    x = torch.ones(1000, 64) + 0
+    address = x.data_ptr()
+    with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        y = layer(x)
+    del x
+    y.sum().backward()
+    del y
+    held = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    assert not any(each.data_ptr() == address for each in held)
+
+
+@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+def test_each_backward_has_its_backward_dw_where_only_a_returned_bias_is_trained(recipe):
+    module = LayerNormLinear(32, 16, return_bias=True, delay_wgrad_compute=True, **CPU)
+    module.weight.requires_grad_(False)
+    with cupynorm.fp8_autocast(recipe is not None, recipe):
+        y, bias = module(torch.ones(4, 32, requires_grad=True))
+    (y.sum() + bias.sum()).backward()
+    module.backward_dw()
+    assert torch.equal(module.bias.grad, torch.ones(16))
 
 
 def test_create_graph_is_refused_for_delayed_gradients():

@@ -264,7 +264,7 @@ def test_wrong_arguments_are_refused(library):
             TypeError,
             "weight is of dtype float16, input of float32; expected both the same",
         ),
-        ({"weight": None}, TypeError, "weight is None; expected an array"),
+        ({"weight": None}, TypeError, "weight is None; expected a"),
         ({"bias": 1.0}, TypeError, "bias is a float; expected a"),
         (
             {"bias": make(np.ones(16), "bfloat16")},
@@ -275,6 +275,12 @@ def test_wrong_arguments_are_refused(library):
             {"x": make(np.ones(()), "float32")},
             ValueError,
             "input has no dimension to normalise over",
+        ),
+        ({"x": None}, TypeError, "input is None; expected a CuPy, torch or NumPy array"),
+        (
+            {"norm_weight": make(np.ones(24), "float32") == 1},
+            TypeError,
+            "norm_weight is of dtype bool; expected one of float16",
         ),
     ):
         given = right | wrong
@@ -295,11 +301,15 @@ def test_wrong_arguments_are_refused(library):
         with pytest.raises(error, match=sentence):
             cupynorm.layer_norm_linear_backward(dy, made.sum, made.mean, made.rstd, *given[1:4])
     dy = make(problem.dy, "float32")
-    with pytest.raises(
-        TypeError, match="mean is None; expected the statistic that the forward returned"
+    for mean, rstd, error, sentence in (
+        (None, made.rstd, TypeError, "mean is None; expected the statistic that the forward"),
+        (made.mean, None, TypeError, "rstd is None; expected the statistic that the forward"),
+        (made.mean[1:], made.rstd, ValueError, r"mean has shape \(4,\); expected \(5,\)"),
+        (made.mean, made.rstd[1:], ValueError, r"rstd has shape \(4,\); expected \(5,\)"),
     ):
-        cupynorm.layer_norm_linear_backward(dy, made.sum, None, made.rstd, *given[1:4])
-    with pytest.raises(TypeError, match="normalized is of dtype float16; expected x's, float32"):
+        with pytest.raises(error, match=sentence):
+            cupynorm.layer_norm_linear_backward(dy, made.sum, mean, rstd, *given[1:4])
+    with pytest.raises(TypeError, match="normalized is of dtype float16, x of float32"):
         cupynorm.layer_norm_linear_backward(
             dy, made.sum, made.mean, made.rstd, *given[1:4], normalized=make(problem.x, "float16")
         )

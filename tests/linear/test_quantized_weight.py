@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -195,6 +197,48 @@ def test_conversions_keep_8_bits_and_meta_layers_get_memory(recipe):
     torch.manual_seed(0)
     meta.reset_parameters()
     assert_same_bits(meta.weight, layer.weight)
+
+
+def test_a_copy_has_memory_of_its_own():
+    weight = make().weight.detach()
+    before = bits(weight)
+    for copied in (weight.to(weight.dtype, copy=True), weight.to("cpu", copy=True)):
+        assert_same_bits(copied, weight)
+        copied.zero_()
+        assert all(map(torch.equal, bits(weight), before))
+
+
+def test_threads_share_no_conversion_and_no_fp8_model_init():
+    """What one thread begins and another one ends later must not last."""
+    layer, others = make(), [make(), make()]
+    a_began, b_began, a_ended = (threading.Event() for _ in range(3))
+
+    def convert(other, began, ended):
+        def function(tensor):
+            began.set()
+            assert ended.wait(60)
+            return tensor
+
+        other._apply(function)
+
+    a = threading.Thread(target=convert, args=(others[0], a_began, b_began))
+    b = threading.Thread(target=convert, args=(others[1], b_began, a_ended))
+    for thread, began in ((a, a_began), (b, b_began)):
+        thread.start()
+        assert began.wait(60)
+    a.join()
+    assert type(layer.weight.detach().half()) is torch.Tensor
+    a_ended.set()
+    b.join()
+    assert type(layer.weight.detach().half()) is torch.Tensor
+    with contextlib.ExitStack() as outer:
+        inner = fp8_model_init(recipe=BlockScaling())
+        outer.enter_context(fp8_model_init(recipe=CurrentScaling()))
+        inner.__enter__()
+        outer.close()
+        assert Linear(8, 4).weight.recipe == BlockScaling()
+        inner.__exit__(None, None, None)
+    assert not isinstance(Linear(8, 4).weight, QuantizedWeight)
 
 
 def test_views_are_read_only():

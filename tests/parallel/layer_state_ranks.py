@@ -67,7 +67,7 @@ def gradients_of_gradients(case, rank):
     y = layer(x)
     refused(
         RuntimeError,
-        "a differentiable gradient was asked for of a layer with tp_size of 2 or more",
+        "create_graph is True for a layer with tp_size of 2 or more",
         lambda: torch.autograd.grad(y.sum(), x, create_graph=True),
     )
     refused(

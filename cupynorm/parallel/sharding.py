@@ -11,7 +11,7 @@ from .overlap import Overlaps, SymmetricSum, cuts
 from .ranks import Pending, Ranks
 
 
-class Split(NamedTuple):
+class Sharding(NamedTuple):
     """How the ranks share a layer.
 
     mode: "column" or "row". sequence_parallel: whether each rank has rows of its own of the input

@@ -1,0 +1,107 @@
+"""torch: one call of a linear layer: what LayerNormLinear and Linear share.
+
+inside fp8_autocast       fp8_layer.py
+outside                   the layer's own _project
+fuse_wgrad_accumulation,
+delay_wgrad_compute       the same with a sink: gradient_layer.py
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gpu.arrays import type_in_words
+from ..nn import autocast, modes
+from ..nn.dtypes import product_dtype
+from ..norm.quantized_tensor import QuantizedTensor
+from .call import Operands
+from .fp8 import RegionCall
+from .fp8_layer import Fp8Layer
+from .quantized_weight import QuantizedWeight
+from .weight_gradients import WeightGradientSink
+
+
+class LinearLayer(Fp8Layer):
+    """A layer of the operands that the subclass gives to _call."""
+
+    def _project(
+        self,
+        operands: Operands,
+        is_first_microbatch: bool | None,
+        sink: WeightGradientSink | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """y, and normalized if requested, in the dtype of the call. sink: as for function.py."""
+        raise NotImplementedError
+
+    def _runs_untraced(self) -> bool:
+        """Whether torch.compile must call the layer as it is.
+
+        The whole of it: torch 2.11 fails where the graph breaks further inside, beside tuples that
+        the traced part has made.
+        """
+        if not modes.is_compiling():
+            return False
+        # A checkpoint may run the call again, and then needs the region of its first run. A graph
+        # cannot look for it.
+        may_run_again = autocast.active() is None and not self._past_calls.is_empty
+        return may_run_again or self._has_8_bit_weights() or self._has_sink()
+
+    def _call(
+        self,
+        operands: Operands,
+        region: autocast.Region | None,
+        is_first_microbatch: bool | None,
+        *,
+        fp8_output: bool,
+        fp8_grad: bool,
+        quantized: QuantizedTensor | None = None,
+    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+        """y and normalized (None unless requested). quantized: the input where it came in 8 bits.
+
+        region: of _region(), which must be asked once in each call.
+        """
+        self._begin_forward(is_first_microbatch)
+        if region is not None:
+            # A checkpoint may run its layers without recording them, and again in backward.
+            keeps_amaxes = torch.is_grad_enabled() or (
+                region.records and self.training and modes.wants_gradient(*operands.all)
+            )
+            options = self.linear_options(product_dtype(operands.input))
+            call = RegionCall(
+                region, options, fp8_grad, is_first_microbatch, keeps_amaxes, False, quantized
+            )
+            return self._project_in_fp8(call, operands, fp8_output)
+        if fp8_output or fp8_grad:
+            name = "fp8_output" if fp8_output else "fp8_grad"
+            raise ValueError(
+                f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
+            )
+        if isinstance(operands.weights[0], QuantizedWeight):
+            operands = operands._replace(weights=[operands.weights[0].dequantize()])
+        self._calibrate(operands)
+        if self._has_sink():
+            return modes.run_untraced(self._project_to_sink)(operands, is_first_microbatch)
+        return self._project(operands, is_first_microbatch)
+
+    def _project_to_sink(
+        self, operands: Operands, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._project(operands, is_first_microbatch, self._make_sink(is_first_microbatch))
+
+    def _check_input(self, input: object) -> None:
+        """Raises NotImplementedError, TypeError or ValueError for what the layer cannot take."""
+        if input.__class__ is torch.fx.Proxy:
+            raise NotImplementedError(
+                f"torch.fx was asked to trace into a cupynorm.{type(self).__name__}; expected a "
+                "Tracer whose is_leaf_module returns True for it"
+            )
+        if not isinstance(input, Tensor):
+            raise TypeError(f"input is {type_in_words(input)}; expected a torch tensor")
+        # torch.jit.trace warns of every shape that is looked at; there the operator checks.
+        checks_shape = modes.is_compiling() or not modes.is_jit_traced()
+        if checks_shape and (not input.ndim or input.size(-1) != self.in_features):
+            raise ValueError(
+                f"input has shape {tuple(input.shape)}; expected (..., {self.in_features}), "
+                "in_features of this layer"
+            )
