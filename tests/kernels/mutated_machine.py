@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from small_devices import SMALL
+from small_devices import H200, SMALL
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, uses_welford
@@ -78,6 +79,18 @@ def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
         ):
             return True
     return False
+
+
+def assert_bug_is_seen(folder: Path, error: Callable[[CpuMachine, int], float]) -> None:
+    """error(machine, seed) of some order of threads is over 1, or the kernel fails."""
+    for seed in SEEDS:
+        try:
+            if not error(CpuMachine(H200, seed, folder=folder), seed) <= 1:
+                return
+        except OnCpuError as failure:
+            assert "does not compile" not in str(failure), failure
+            return
+    raise AssertionError("no run shows the bug")
 
 
 def copy_of_sources(folder: Path) -> Path:

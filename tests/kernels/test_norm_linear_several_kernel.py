@@ -5,39 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import few_cases
 import numpy as np
 import pytest
 from few_cases import excess, split
-from few_cases import run as run_few
-from mutated_machine import copy_of_sources, mutate
+from mutated_machine import assert_bug_is_seen, copy_of_sources, mutate
 from product_cases import EPS, draw, rms_errors
 
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.gpu.on_cpu import OnCpuError
 from cupynorm.plan.devices import DEVICES
 
 H200 = DEVICES["H200"]
 RAGGED = (11, 328, 300)  # no multiple of a step, nor of a tile; blocks have unequal steps
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def machine(request):
-    if request.param == "cpu":
-        return CpuMachine()
-    found = GpuCheckMachine()
-    if found.device.compute_capability != 90:
-        pytest.skip(f"the kernel is for compute capability 9.0, not for {found.device.name}")
-    return found
-
-
-run = partial(run_few, several=True)
-
-
-def assert_right(problem, machine, **options):
-    found = run(problem, machine, **options)
-    over = excess(problem, found)
-    assert max(over.values()) <= 1, over
-    return found
+run = partial(few_cases.run, several=True)
+assert_right = partial(few_cases.assert_right, several=True)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +30,12 @@ def assert_right(problem, machine, **options):
     ],
     ids=str,
 )
-def test_ragged_problem(machine, dtype, centered, mean):
+def test_ragged_problem(sm_90, dtype, centered, mean):
     """The error of y is also at most 1.1 times that of a rounded norm and a product after it."""
     problem = draw(RAGGED, dtype, centered=centered, mean=mean)
     if not centered:
         problem = replace(problem, zero_centered=True, bias=None)
-    found = assert_right(problem, machine)
+    found = assert_right(problem, sm_90)
     off, plain = rms_errors(problem, found.y)
     assert off <= 1.1 * plain
 
@@ -71,53 +51,53 @@ def test_ragged_problem(machine, dtype, centered, mean):
     ],
     ids=str,
 )
-def test_sizes(machine, sizes, options):
-    assert_right(draw(sizes, "bfloat16"), machine, **options)
+def test_sizes(sm_90, sizes, options):
+    assert_right(draw(sizes, "bfloat16"), sm_90, **options)
 
 
 @pytest.mark.parametrize("sizes", (RAGGED, (16, 2056, 9)), ids=str)
-def test_residual(machine, sizes):
+def test_residual(sm_90, sizes):
     """The sum is rounded once, written once, and normalised: the bits of a call on the sum."""
     problem, parts = split(draw(sizes, "bfloat16", mean=3))
-    found = assert_right(problem, machine, parts=parts)
-    for one, other in zip(found, run(problem, machine)):
+    found = assert_right(problem, sm_90, parts=parts)
+    for one, other in zip(found, run(problem, sm_90)):
         np.testing.assert_array_equal(one, other)
 
 
-def test_outliers_and_constant_rows(machine):
+def test_outliers_and_constant_rows(sm_90):
     """The mean of a constant row is exact, and y is the product of the norm's bias."""
     problem = draw(RAGGED, "bfloat16")
     problem.x[::3, 3] = 60
     problem.x[1::3, 150] = -500
-    assert_right(problem, machine)
+    assert_right(problem, sm_90)
     problem.x[5] = 3.0
     problem.x[10] = -(2.0**-10)
-    found = assert_right(problem, machine)
+    found = assert_right(problem, sm_90)
     assert found.mean[5] == 3 and found.mean[10] == -(2.0**-10)
     assert np.float32(found.rstd[5]) == np.float32(EPS) ** np.float32(-0.5)
     np.testing.assert_array_equal(found.y[5], found.y[10])
 
 
-def test_same_bits_however_the_work_is_shared(machine):
+def test_same_bits_however_the_work_is_shared(sm_90):
     """A row alone and among others, any number of clusters, tiles and stages."""
     problem = draw((16, 328, 300), "bfloat16", mean=3)
-    first = run(problem, machine)
+    first = run(problem, sm_90)
     for options in ({"num_sms": 5}, {"most_outputs": 64, "num_sms": 1}, {"most_stages": 3}):
-        again = run(problem, machine, **options)
+        again = run(problem, sm_90, **options)
         for one, other in zip(first, again):
             np.testing.assert_array_equal(one, other, err_msg=str(options))
-    alone = run(replace(problem, x=problem.x[13:]), machine)
+    alone = run(replace(problem, x=problem.x[13:]), sm_90)
     for one, other in zip(first, alone):
         np.testing.assert_array_equal(one[13:], other)
 
 
 @pytest.mark.parametrize("value", (np.inf, np.nan), ids=str)
-def test_rows_that_are_not_finite(machine, value):
+def test_rows_that_are_not_finite(sm_90, value):
     """They make their own results NaN, and no others."""
     problem = draw(RAGGED, "bfloat16")
-    clean = run(problem, machine).y
+    clean = run(problem, sm_90).y
     problem.x[7, 327] = value
-    found = run(problem, machine)
+    found = run(problem, sm_90)
     assert np.isnan(found.y[7]).all() and not found.rstd[7] > 0
     good = np.delete(np.arange(11), 7)
     np.testing.assert_array_equal(found.y[good], clean[good])
@@ -160,13 +140,7 @@ def test_bugs_are_seen(name, tmp_path):
     folder = copy_of_sources(tmp_path / "cuda_src")
     mutate(folder, *BUGS[name])
     problem = draw((11, 200, 550), "bfloat16", mean=4)
-    for seed in range(20):
-        machine = CpuMachine(H200, seed, folder=folder)
-        try:
-            found = run(problem, machine, num_sms=1, most_stages=3)
-        except OnCpuError as error:
-            assert "does not compile" not in str(error), error
-            return
-        if not max(excess(problem, found).values()) <= 1:
-            return
-    pytest.fail(f"no run shows the bug: {name}")
+    options = {"num_sms": 1, "most_stages": 3}
+    assert_bug_is_seen(
+        folder, lambda machine, _: max(excess(problem, run(problem, machine, **options)).values())
+    )
