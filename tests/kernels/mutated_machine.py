@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,13 +60,13 @@ class MutatedMachine(CpuMachine):
         )
 
 
-def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
+def sees_a_bug(folder: Path, case: Case, center: float, seeds: Iterable[int] = SEEDS) -> bool:
     problem = random_problem(case)
     if center:
         # Values near a large mean, exact in float32, show a loss of digits.
         problem = replace(problem, x=np.float64(np.float32(problem.x + center)))
     welford = case.statistics == "welford" or uses_welford(case, SMALL)
-    for seed in SEEDS:
+    for seed in seeds:
         machine = MutatedMachine(folder, seed, apart=bool(case.tile and case.tile.bundle))
         try:
             results = run_kernels(problem, machine)
