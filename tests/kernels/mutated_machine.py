@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -79,6 +80,20 @@ def sees_a_bug(folder: Path, case: Case, center: float, seeds: Iterable[int] = S
         ):
             return True
     return False
+
+
+def changes(table: str) -> dict[str, tuple[str, ...]]:
+    r"""Mutations by name: (file, old, new, ...) of lines "name | file | ..." and "  old  =>  new".
+
+    \n in a text is the end of a line.
+    """
+    found = {}
+    for entry in re.split(r"\n(?! )", table.strip()):
+        head, change = entry.split("\n", 1)
+        name, file, *more = head.split(" | ")
+        old, new = (each.replace("\\n", "\n") for each in re.split(r"  =>\s*", change[2:]))
+        found[name] = (file, old, new, *more)
+    return found
 
 
 def assert_bug_is_seen(folder: Path, error: Callable[[CpuMachine, int], float]) -> None:
