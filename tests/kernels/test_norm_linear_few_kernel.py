@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from few_cases import assert_right, excess, run, split
-from mutated_machine import assert_bug_is_seen, copy_of_sources, mutate
+from mutated_machine import assert_bug_is_seen, changes, copy_of_sources, mutate
 from product_cases import EPS, draw, rms_errors
 
 from cupynorm.plan.devices import DEVICES
@@ -93,28 +93,20 @@ def test_rows_that_are_not_finite(where, value):
 
 # What a wrong kernel does on the CPU.
 
-BUGS = {
-    "a product of rows that are not normalised yet": (
-        "normalized_rows.cuh",
-        "call); });\n    }\n    __syncthreads();",
-        "call); });\n    }",
-    ),
-    "sums that are not there yet": (
-        "norm_linear_few.cu",
-        "  }\n  __syncthreads();",
-        "  }",
-    ),
-    "columns beyond the row that are not 0": (
-        "normalized_rows.cuh",
-        "store_pack<8>(at(row, col), Pack<T, 8>{})",
-        "store_pack<8>(at(row, col), Pack<T, 8>{{~0u, ~0u, ~0u, ~0u}})",
-    ),
-    "the next output is loaded too early": (
-        "norm_linear_few.cu",
-        "      const int output = units.output;\n      units.replace(at);",
-        "      units.replace(at);\n      const int output = units.output;",
-    ),
-}
+BUGS = changes(
+    r"""
+a product of rows that are not normalised yet | normalized_rows.cuh
+  call); });\n    }\n    __syncthreads();  =>  call); });\n    }
+sums that are not there yet | norm_linear_few.cu
+    }\n  __syncthreads();  =>    }
+columns beyond the row that are not 0 | normalized_rows.cuh
+  store_pack<8>(at(row, col), Pack<T, 8>{})  =>
+    store_pack<8>(at(row, col), Pack<T, 8>{{~0u, ~0u, ~0u, ~0u}})
+the next output is loaded too early | norm_linear_few.cu
+        const int output = units.output;\n      units.replace(at);  =>
+          units.replace(at);\n      const int output = units.output;
+"""
+)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import few_cases
 import numpy as np
 import pytest
 from few_cases import excess, split
-from mutated_machine import assert_bug_is_seen, copy_of_sources, mutate
+from mutated_machine import assert_bug_is_seen, changes, copy_of_sources, mutate
 from product_cases import EPS, draw, rms_errors
 
 from cupynorm.plan.devices import DEVICES
@@ -105,33 +105,22 @@ def test_rows_that_are_not_finite(sm_90, value):
 
 # What a wrong kernel does on the CPU.
 
-BUGS = {
-    "a product of rows that are not normalised yet": (
-        "norm_linear_several.cu",
-        "  fence_tile_store();\n  __syncthreads();\n",
-        "  fence_tile_store();\n",
-    ),
-    "mean and rstd that are not there yet": (
-        "norm_linear_several.cu",
-        "    find_mean_rstd<centered>(rows);\n  }\n  __syncthreads();\n",
-        "    find_mean_rstd<centered>(rows);\n  }\n",
-    ),
-    "columns beyond the row that are not 0": (
-        "several_rows.cuh",
-        "store_pack<8>(pack(row, col), Pack<T, 8>{})",
-        "store_pack<8>(pack(row, col), Pack<T, 8>{{~0u, ~0u, ~0u, ~0u}})",
-    ),
-    "a stage is given back before it is multiplied": (
-        "several_products.cuh",
-        "    last_stage = place.stage;\n",
-        "    last_stage = (place.stage + 1) % memory.num_stages;\n",
-    ),
-    "barriers that are used before they are there": (
-        "norm_linear_several.cu",
-        "  cluster_wait();",
-        "  __syncwarp();",
-    ),
-}
+BUGS = changes(
+    r"""
+a product of rows that are not normalised yet | norm_linear_several.cu
+    fence_tile_store();\n  __syncthreads();\n  =>    fence_tile_store();\n
+mean and rstd that are not there yet | norm_linear_several.cu
+      find_mean_rstd<centered>(rows);\n  }\n  __syncthreads();\n  =>
+        find_mean_rstd<centered>(rows);\n  }\n
+columns beyond the row that are not 0 | several_rows.cuh
+  store_pack<8>(pack(row, col), Pack<T, 8>{})  =>
+    store_pack<8>(pack(row, col), Pack<T, 8>{{~0u, ~0u, ~0u, ~0u}})
+a stage is given back before it is multiplied | several_products.cuh
+      last_stage = place.stage;\n  =>      last_stage = (place.stage + 1) % memory.num_stages;\n
+barriers that are used before they are there | norm_linear_several.cu
+    cluster_wait();  =>    __syncwarp();
+"""
+)
 
 
 @pytest.mark.slow
