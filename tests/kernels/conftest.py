@@ -52,7 +52,7 @@ def where(request):
 
 
 @pytest.fixture
-def sm_90(where):
+def machine(where):
     """As `where`, for kernels of compute capability 9.0."""
     if where.device.compute_capability != 90:
         pytest.skip(f"the kernel is for compute capability 9.0, not for {where.device.name}")

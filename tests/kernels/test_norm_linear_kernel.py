@@ -41,10 +41,10 @@ def assert_right(problem, machine, **options):
     ],
     ids=str,
 )
-def test_ragged_problem(sm_90, dtype, centered, mean):
+def test_ragged_problem(machine, dtype, centered, mean):
     """The error of y is also at most 1.1 times that of a rounded norm and a product after it."""
     problem = draw(RAGGED, dtype, centered=centered, mean=mean)
-    found = assert_right(problem, sm_90)
+    found = assert_right(problem, machine)
     off, plain = rms_errors(problem, found.y)
     assert off <= 1.1 * plain or mean == 1000
     exact = truth(problem)
@@ -55,44 +55,44 @@ def test_ragged_problem(sm_90, dtype, centered, mean):
 @pytest.mark.parametrize(
     "sizes", ((1, 8, 8), (257, 64, 256), (300, 72, 528), (300, 328, 528)), ids=str
 )
-def test_sizes(sm_90, sizes, grid_size):
+def test_sizes(machine, sizes, grid_size):
     """Fewer steps of columns than parts in which results are written, and more."""
-    assert_right(draw(sizes, "bfloat16"), sm_90, grid_size=grid_size)
+    assert_right(draw(sizes, "bfloat16"), machine, grid_size=grid_size)
 
 
-def test_outliers_and_constant_rows(sm_90):
+def test_outliers_and_constant_rows(machine):
     """A constant row is exactly y = bias of the fold, and its mean is exact."""
     problem = draw(RAGGED, "bfloat16")
     problem.x[::3, 3] = 60
     problem.x[1::3, 150] = -500
     problem.x[5] = 3.0
     problem.x[6] = -(2.0**-10)
-    found = assert_right(problem, sm_90)
+    found = assert_right(problem, machine)
     assert found.mean[5] == 3 and found.mean[6] == -(2.0**-10)
     assert np.float32(found.rstd[5]) == np.float32(EPS) ** np.float32(-0.5)
 
 
-def test_same_bits_however_the_work_is_shared(sm_90):
+def test_same_bits_however_the_work_is_shared(machine):
     """Tiles that read statistics, or find them; any order of tiles, any number of blocks."""
     problem = draw((300, 136, 520), "bfloat16", mean=3)
-    folded = fold(problem, sm_90)
-    first = multiply(problem, folded, sm_90)
+    folded = fold(problem, machine)
+    first = multiply(problem, folded, machine)
     for options in (
         {"grid_size": 2, "strips_at_a_time": 2},
         {"grid_size": 4, "strips_at_a_time": 16},
         {"cluster_size": 1, "grid_size": 3},
     ):
-        again = multiply(problem, folded, sm_90, **options)
+        again = multiply(problem, folded, machine, **options)
         for one, other in zip(first, again):
             np.testing.assert_array_equal(one, other, err_msg=str(options))
 
 
-def test_rows_that_are_not_finite(sm_90):
+def test_rows_that_are_not_finite(machine):
     """They make their own results NaN, and no others."""
     problem = draw((40, 64, 24), "bfloat16")
-    clean = assert_right(problem, sm_90).y
+    clean = assert_right(problem, machine).y
     problem.x[3, 40], problem.x[17, 0], problem.x[30, 5] = np.inf, np.nan, -np.inf
-    found = multiply(problem, fold(problem, sm_90), sm_90)
+    found = multiply(problem, fold(problem, machine), machine)
     bad = [3, 17, 30]
     assert np.isnan(found.y[bad]).all() and not (found.rstd[bad] > 0).any()
     good = np.delete(np.arange(40), bad)
@@ -104,11 +104,11 @@ def test_rows_that_are_not_finite(sm_90):
     [(True, True, ()), (False, False, ("norm_bias",)), (True, False, ("norm_weight", "bias"))],
     ids=str,
 )
-def test_fold(sm_90, centered, zero_centered, absent):
+def test_fold(machine, centered, zero_centered, absent):
     """A rounding of the exact fold; sums of the rounded rows; the bias."""
     problem = draw((1, 328, 11), "bfloat16", centered=centered)
     problem = replace(problem, zero_centered=zero_centered, **dict.fromkeys(absent))
-    folded = fold(problem, sm_90)
+    folded = fold(problem, machine)
     exact = reference.fold(
         problem.norm_weight,
         problem.norm_bias,

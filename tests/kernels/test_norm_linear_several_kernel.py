@@ -30,12 +30,12 @@ assert_right = partial(few_cases.assert_right, several=True)
     ],
     ids=str,
 )
-def test_ragged_problem(sm_90, dtype, centered, mean):
+def test_ragged_problem(machine, dtype, centered, mean):
     """The error of y is also at most 1.1 times that of a rounded norm and a product after it."""
     problem = draw(RAGGED, dtype, centered=centered, mean=mean)
     if not centered:
         problem = replace(problem, zero_centered=True, bias=None)
-    found = assert_right(problem, sm_90)
+    found = assert_right(problem, machine)
     off, plain = rms_errors(problem, found.y)
     assert off <= 1.1 * plain
 
@@ -51,53 +51,53 @@ def test_ragged_problem(sm_90, dtype, centered, mean):
     ],
     ids=str,
 )
-def test_sizes(sm_90, sizes, options):
-    assert_right(draw(sizes, "bfloat16"), sm_90, **options)
+def test_sizes(machine, sizes, options):
+    assert_right(draw(sizes, "bfloat16"), machine, **options)
 
 
 @pytest.mark.parametrize("sizes", (RAGGED, (16, 2056, 9)), ids=str)
-def test_residual(sm_90, sizes):
+def test_residual(machine, sizes):
     """The sum is rounded once, written once, and normalised: the bits of a call on the sum."""
     problem, parts = split(draw(sizes, "bfloat16", mean=3))
-    found = assert_right(problem, sm_90, parts=parts)
-    for one, other in zip(found, run(problem, sm_90)):
+    found = assert_right(problem, machine, parts=parts)
+    for one, other in zip(found, run(problem, machine)):
         np.testing.assert_array_equal(one, other)
 
 
-def test_outliers_and_constant_rows(sm_90):
+def test_outliers_and_constant_rows(machine):
     """The mean of a constant row is exact, and y is the product of the norm's bias."""
     problem = draw(RAGGED, "bfloat16")
     problem.x[::3, 3] = 60
     problem.x[1::3, 150] = -500
-    assert_right(problem, sm_90)
+    assert_right(problem, machine)
     problem.x[5] = 3.0
     problem.x[10] = -(2.0**-10)
-    found = assert_right(problem, sm_90)
+    found = assert_right(problem, machine)
     assert found.mean[5] == 3 and found.mean[10] == -(2.0**-10)
     assert np.float32(found.rstd[5]) == np.float32(EPS) ** np.float32(-0.5)
     np.testing.assert_array_equal(found.y[5], found.y[10])
 
 
-def test_same_bits_however_the_work_is_shared(sm_90):
+def test_same_bits_however_the_work_is_shared(machine):
     """A row alone and among others, any number of clusters, tiles and stages."""
     problem = draw((16, 328, 300), "bfloat16", mean=3)
-    first = run(problem, sm_90)
+    first = run(problem, machine)
     for options in ({"num_sms": 5}, {"most_outputs": 64, "num_sms": 1}, {"most_stages": 3}):
-        again = run(problem, sm_90, **options)
+        again = run(problem, machine, **options)
         for one, other in zip(first, again):
             np.testing.assert_array_equal(one, other, err_msg=str(options))
-    alone = run(replace(problem, x=problem.x[13:]), sm_90)
+    alone = run(replace(problem, x=problem.x[13:]), machine)
     for one, other in zip(first, alone):
         np.testing.assert_array_equal(one[13:], other)
 
 
 @pytest.mark.parametrize("value", (np.inf, np.nan), ids=str)
-def test_rows_that_are_not_finite(sm_90, value):
+def test_rows_that_are_not_finite(machine, value):
     """They make their own results NaN, and no others."""
     problem = draw(RAGGED, "bfloat16")
-    clean = run(problem, sm_90).y
+    clean = run(problem, machine).y
     problem.x[7, 327] = value
-    found = run(problem, sm_90)
+    found = run(problem, machine)
     assert np.isnan(found.y[7]).all() and not found.rstd[7] > 0
     good = np.delete(np.arange(11), 7)
     np.testing.assert_array_equal(found.y[good], clean[good])
