@@ -75,8 +75,7 @@ def test_row_is_the_same_alone_and_in_a_batch(strategy, statistics, num_rows, wh
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "at, num_cols",
-    [*enumerate([16, 24, 32, 64, 96, 128, 160, 250, 256, 320, 500, 512, 640])],
+    "at, num_cols", [*enumerate([16, 24, 32, 64, 96, 128, 160, 250, 256, 320, 500, 512, 640])]
 )
 @pytest.mark.parametrize("of_dtype, dtype", [*enumerate(["bfloat16", "float32", "float64"])])
 def test_more_lanes_for_few_rows_change_no_bits(of_dtype, dtype, at, num_cols, where):

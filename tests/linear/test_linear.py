@@ -241,10 +241,7 @@ SPENT = [
 @pytest.mark.parametrize(
     "case, dtype, names, recomputed",
     by_turns(
-        SPENT,
-        (torch.bfloat16, torch.float32),
-        (("dx",), ("dx", "dweight", "dbias")),
-        (False, True),
+        SPENT, (torch.bfloat16, torch.float32), (("dx",), ("dx", "dweight", "dbias")), (False, True)
     ),
     ids=str,
 )
