@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
+from itertools import product
 
 import numpy as np
 import pytest
@@ -60,13 +60,8 @@ LAYERS = (
 
 
 # On a CPU each layer and recipe by the reference or by the kernels, by turns.
-PLACES = [
-    *by_turns(LAYERS, RECIPES, ("reference", "kernels")),
-    *(
-        pytest.param(*case, "gpu", marks=pytest.mark.gpu)
-        for case in itertools.product(LAYERS, RECIPES)
-    ),
-]
+PLACES = by_turns(LAYERS, RECIPES, ("reference", "kernels"))
+PLACES += [pytest.param(*each, "gpu", marks=pytest.mark.gpu) for each in product(LAYERS, RECIPES)]
 
 
 @pytest.mark.slow
