@@ -59,7 +59,6 @@ LAYERS = (
 )
 
 
-# On a CPU each layer and recipe by the reference or by the kernels, by turns.
 PLACES = by_turns(LAYERS, RECIPES, ("reference", "kernels"))
 PLACES += [pytest.param(*each, "gpu", marks=pytest.mark.gpu) for each in product(LAYERS, RECIPES)]
 
