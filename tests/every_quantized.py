@@ -90,13 +90,7 @@ def long_quantized() -> list[tuple[Case, How]]:
         places = NUM_FEW // 2 * tile.blocks_per_sm * tile.rows_per_block
         num_rows = places + places // 4
         long = Case(
-            "layer_norm",
-            num_rows,
-            num_cols,
-            "bfloat16",
-            strategy=strategy,
-            tile=tile,
-            **margin,
+            "layer_norm", num_rows, num_cols, "bfloat16", strategy=strategy, tile=tile, **margin
         )
         every += [(long, How(E4M3, scaling)) for scaling in scalings]
     return every + _with_amax(every)

@@ -48,11 +48,7 @@ def run_shared(
     """Results of whole rows, as float64. All ranks must have the same statistics, to the bit."""
     case = problem.case
     norm = SplitNorm(
-        case.norm == "layer_norm",
-        case.eps,
-        case.zero_centered_weight,
-        case.num_cols,
-        num_ranks,
+        case.norm == "layer_norm", case.eps, case.zero_centered_weight, case.num_cols, num_ranks
     )
     ends = np.cumsum(norm.counts)
     ranks = [
@@ -78,11 +74,7 @@ class _Rank:
     """One rank: its columns of the arrays of a problem, where kernels run."""
 
     def __init__(
-        self,
-        problem: Problem,
-        norm: SplitNorm,
-        columns: slice,
-        where: CpuMachine | GpuCheckMachine,
+        self, problem: Problem, norm: SplitNorm, columns: slice, where: CpuMachine | GpuCheckMachine
     ) -> None:
         case = problem.case
         self.norm, self.where, self.kept = norm, where, Kept(where)

@@ -192,10 +192,7 @@ def test_limits_of_the_table(name):
         assert np.isinf(decode(encode(np.array([dtype.largest * 2]), name), name)[0])
         assert decode(
             encode(np.array([dtype.smallest / 2, dtype.smallest * 0.5001]), name), name
-        ).tolist() == [
-            0,
-            dtype.smallest,
-        ]
+        ).tolist() == [0, dtype.smallest]
 
 
 @pytest.mark.parametrize("name", DTYPES)

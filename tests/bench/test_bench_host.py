@@ -94,10 +94,7 @@ def test_modules_are_called_as_models_call_them(norm):
         assert [
             type(call.func if direction == "forward" else call.args[0].func).__module__
             for call in calls.values()
-        ] == [
-            "cupynorm.nn.modules",
-            "torch.nn.modules.normalization",
-        ]
+        ] == ["cupynorm.nn.modules", "torch.nn.modules.normalization"]
         ours, torchs = (call() for call in calls.values())
         if direction == "forward":
             assert ours.requires_grad == torchs.requires_grad == record

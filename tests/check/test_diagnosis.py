@@ -132,11 +132,7 @@ BACKWARD = {
         "the sums are not divided by num_cols",
     ),
     "sign": ("dx", lambda dy, x, h, w, rstd: -dx_of(dy * w, h, rstd), "its sign is wrong"),
-    "one pass": (
-        "dx",
-        lambda dy, x, h, w, rstd: with_one_pass(dy, x, w),
-        "as in E[x^2] - E[x]^2",
-    ),
+    "one pass": ("dx", lambda dy, x, h, w, rstd: with_one_pass(dy, x, w), "as in E[x^2] - E[x]^2"),
     "x for x_hat": (
         "dweight",
         lambda dy, x, h, w, rstd: dweight_of(dy, x * rstd),
@@ -152,11 +148,7 @@ BACKWARD = {
         lambda dy, x, h, w, rstd: dweight_of(dy, h) - dy[5] * h[5],
         "row 5 is not summed",
     ),
-    "swapped": (
-        "dweight",
-        lambda dy, x, h, w, rstd: dy.sum(0),
-        "it is dbias: the sum of dy",
-    ),
+    "swapped": ("dweight", lambda dy, x, h, w, rstd: dy.sum(0), "it is dbias: the sum of dy"),
     "float16 sums": (
         "dweight",
         lambda dy, x, h, w, rstd: sum_in_half(dy * h),

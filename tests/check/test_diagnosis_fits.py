@@ -126,10 +126,7 @@ FORWARD = {
         odd_and_even_lanes,
         "2 neighbouring packs of 4 differ in mean and rstd: a step of the sum over lanes",
     ),
-    "weight twice": (
-        lambda x, w, b, eps: x_hat(x, eps) * w * w + b,
-        "the weight multiplies twice",
-    ),
+    "weight twice": (lambda x, w, b, eps: x_hat(x, eps) * w * w + b, "the weight multiplies twice"),
     "bias twice": (lambda x, w, b, eps: x_hat(x, eps) * w + b + b, "the bias is added twice"),
     "weight[row]": (
         lambda x, w, b, eps: x_hat(x, eps) * w[:ROWS, None] + b[:ROWS, None],
@@ -261,11 +258,7 @@ BACKWARD = {
         lambda dy, x, h, w, rstd: dx_of(dy * w, h, rstd).sum(0),
         "it is the sum of dx, not of dy",
     ),
-    "x_hat": (
-        "dbias",
-        lambda dy, x, h, w, rstd: h.sum(0),
-        "it is the sum of x_hat, not of dy",
-    ),
+    "x_hat": ("dbias", lambda dy, x, h, w, rstd: h.sum(0), "it is the sum of x_hat, not of dy"),
 }
 
 

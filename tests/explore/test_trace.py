@@ -226,7 +226,7 @@ def test_changed_sources_are_traced():
             (
                 "register_col<tile>(0) + static_cast<long long>(pack * cols_apart)",
                 "register_col<tile>(pack)",
-            ),
+            )
         ],
     }
     tile = cupynorm.Tile(pack_size=4, threads_per_row=32, packs_per_thread=2)

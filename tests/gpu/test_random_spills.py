@@ -25,6 +25,7 @@ from cupynorm.plan.problem import Layout, Problem
 pytestmark = pytest.mark.slow
 
 NUM_PROBLEMS = 240 if HAS_TIME else 24
+SAME_LIMITS = (86, 89)  # their plans have the same limits: with few cores each has half
 MANY_ROWS, FEW_ROWS = 1 << 20, 64
 
 
@@ -58,7 +59,8 @@ def test_kernels_of_random_problems_do_not_spill(compute_capability):
     generator = random.Random(compute_capability)
     device = DEVICES[ARCHITECTURES[compute_capability]]
     found = []
-    for at in range(NUM_PROBLEMS):
+    halves = 1 if HAS_TIME or compute_capability not in SAME_LIMITS else 2
+    for at in range(NUM_PROBLEMS // halves):
         problem, num_rows = random_problem(generator), generator.choice([FEW_ROWS, MANY_ROWS])
         has_file = any(device.name in names for names in FILES.values())
         planned = without_file(device.name) if has_file and at % 2 else device

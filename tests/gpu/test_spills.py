@@ -25,10 +25,10 @@ from cupynorm.plan.instances import Kernel
 from cupynorm.plan.problem import SCALINGS, Layout, Problem, Tile
 
 # Tests of each architecture, so that pytest-xdist can share them out.
-PARTS = {80: 8, 86: 2, 89: 2, 90: 8, 100: 4, 120: 4}
+PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 4, 120: 4}
 # With few cores: (first, step) of the kernels that are compiled. The plans of sm_86 and sm_89 have
 # the same limits, so other kernels are compiled for each.
-SHARES = {80: (0, 4), 86: (1, 4), 89: (3, 4), 90: (0, 4), 100: (1, 8), 120: (5, 8)}
+SHARES = {80: (0, 4), 86: (1, 8), 89: (5, 8), 90: (0, 4), 100: (1, 8), 120: (5, 8)}
 
 
 def batches(kernels: list[Kernel], size: int) -> list[list[Kernel]]:

@@ -51,6 +51,14 @@ def where(request):
     return CpuMachine() if request.param == "cpu" else GpuCheckMachine()
 
 
+@pytest.fixture
+def machine(where):
+    """As `where`, for kernels of compute capability 9.0."""
+    if where.device.compute_capability != 90:
+        pytest.skip(f"the kernel is for compute capability 9.0, not for {where.device.name}")
+    return where
+
+
 @pytest.fixture(params=MACHINES)
 def small(request):
     """The CPU plans as a GPU of two multiprocessors, so that a few rows reuse every buffer."""

@@ -123,3 +123,10 @@ def excess(problem: ProductProblem, found: Found) -> dict[str, float]:
     if problem.centered:
         made["mean"] = ratio(found.mean, mean[:, 0], of_mean[:, 0] + 2.0**-149)
     return made
+
+
+def assert_right(problem: ProductProblem, machine: Any, **options) -> Found:
+    found = run(problem, machine, **options)
+    over = excess(problem, found)
+    assert max(over.values()) <= 1, over
+    return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from small_devices import SMALL
+from small_devices import H200, SMALL
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, uses_welford
@@ -59,13 +61,13 @@ class MutatedMachine(CpuMachine):
         )
 
 
-def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
+def sees_a_bug(folder: Path, case: Case, center: float, seeds: Iterable[int] = SEEDS) -> bool:
     problem = random_problem(case)
     if center:
         # Values near a large mean, exact in float32, show a loss of digits.
         problem = replace(problem, x=np.float64(np.float32(problem.x + center)))
     welford = case.statistics == "welford" or uses_welford(case, SMALL)
-    for seed in SEEDS:
+    for seed in seeds:
         machine = MutatedMachine(folder, seed, apart=bool(case.tile and case.tile.bundle))
         try:
             results = run_kernels(problem, machine)
@@ -78,6 +80,32 @@ def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
         ):
             return True
     return False
+
+
+def changes(table: str) -> dict[str, tuple[str, ...]]:
+    r"""Mutations by name: (file, old, new, ...) of lines "name | file | ..." and "  old  =>  new".
+
+    \n in a text is the end of a line.
+    """
+    found = {}
+    for entry in re.split(r"\n(?! )", table.strip()):
+        head, change = entry.split("\n", 1)
+        name, file, *more = head.split(" | ")
+        old, new = (each.replace("\\n", "\n") for each in re.split(r"  =>\s*", change[2:]))
+        found[name] = (file, old, new, *more)
+    return found
+
+
+def assert_bug_is_seen(folder: Path, error: Callable[[CpuMachine, int], float]) -> None:
+    """error(machine, seed) of some order of threads is over 1, or the kernel fails."""
+    for seed in SEEDS:
+        try:
+            if not error(CpuMachine(H200, seed, folder=folder), seed) <= 1:
+                return
+        except OnCpuError as failure:
+            assert "does not compile" not in str(failure), failure
+            return
+    raise AssertionError("no run shows the bug")
 
 
 def copy_of_sources(folder: Path) -> Path:

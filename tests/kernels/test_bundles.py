@@ -14,6 +14,7 @@ from kernel_checks import (
     check,
     identical,
 )
+from kernel_rings import rows_of_tiles
 from small_devices import SMALL
 
 from cupynorm.check.cases import Case, random_problem
@@ -23,54 +24,25 @@ from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.arguments import forward_call
 from cupynorm.norm.request import ForwardOptions
 from cupynorm.plan import dispatch
-from cupynorm.plan.problem import Tile
 
 # (norm, dtype, num_cols, tile) for every number of lanes. Some tiles hold more columns than a row.
-BUNDLES = {
-    "a lane a row": (
-        "layer_norm",
-        "bfloat16",
-        33,
-        Tile(1, 1, 33, 64, exact=1, stages=2, bundle=32),
-    ),
-    "one element a row": (
-        "rms_norm",
-        "float32",
-        1,
-        Tile(1, 1, 1, 32, exact=1, stages=3, bundle=96),
-    ),
-    "2 lanes, pairs": ("layer_norm", "float16", 50, Tile(2, 2, 13, 32, stages=2, bundle=32)),
-    "4 lanes": ("rms_norm", "bfloat16", 27, Tile(1, 4, 7, 8, stages=1, bundle=8)),
-    "8 lanes": ("layer_norm", "bfloat16", 127, Tile(1, 8, 16, 8, stages=2, bundle=12)),
-    "8 lanes, packs of 4": ("rms_norm", "float16", 100, Tile(4, 8, 4, 4, stages=2, bundle=8)),
-    "a lane a row, packs of 4": (
-        "layer_norm",
-        "bfloat16",
-        24,
-        Tile(4, 1, 6, 64, exact=1, stages=2, bundle=96),
-    ),
-    "4 lanes, packs of 8": ("rms_norm", "bfloat16", 72, Tile(8, 4, 3, 16, stages=2, bundle=24)),
-    "8 lanes, pairs, 12 warps": (
-        "layer_norm",
-        "bfloat16",
-        72,
-        Tile(2, 8, 5, 48, stages=2, bundle=16),
-    ),
-    "16 lanes": ("layer_norm", "float32", 255, Tile(1, 16, 16, 4, stages=3, bundle=4)),
-    "32 lanes": ("layer_norm", "bfloat16", 511, Tile(1, 32, 16, 2, stages=2, bundle=3)),
-    "32 lanes of which some have nothing": (
-        "layer_norm",
-        "bfloat16",
-        29,
-        Tile(1, 32, 1, 1, stages=2, bundle=2),
-    ),
-    "32 lanes, an odd number of packs": (
-        "layer_norm",
-        "float16",
-        223,
-        Tile(1, 32, 7, 2, exact=0, stages=2, bundle=1),
-    ),
-}
+BUNDLES = rows_of_tiles(
+    """
+a lane a row | layer_norm bfloat16 33 | 1 1 33 64, exact 1, stages 2, bundle 32
+one element a row | rms_norm float32 1 | 1 1 1 32, exact 1, stages 3, bundle 96
+2 lanes, pairs | layer_norm float16 50 | 2 2 13 32, stages 2, bundle 32
+4 lanes | rms_norm bfloat16 27 | 1 4 7 8, stages 1, bundle 8
+8 lanes | layer_norm bfloat16 127 | 1 8 16 8, stages 2, bundle 12
+8 lanes, packs of 4 | rms_norm float16 100 | 4 8 4 4, stages 2, bundle 8
+a lane a row, packs of 4 | layer_norm bfloat16 24 | 4 1 6 64, exact 1, stages 2, bundle 96
+4 lanes, packs of 8 | rms_norm bfloat16 72 | 8 4 3 16, stages 2, bundle 24
+8 lanes, pairs, 12 warps | layer_norm bfloat16 72 | 2 8 5 48, stages 2, bundle 16
+16 lanes | layer_norm float32 255 | 1 16 16 4, stages 3, bundle 4
+32 lanes | layer_norm bfloat16 511 | 1 32 16 2, stages 2, bundle 3
+32 lanes of which some have nothing | layer_norm bfloat16 29 | 1 32 1 1, stages 2, bundle 2
+32 lanes, an odd number of packs | layer_norm float16 223 | 1 32 7 2, exact 0, stages 2, bundle 1
+"""
+)
 
 
 BUNDLE_OPTIONS = {name: options for name, options in CALL_OPTIONS.items() if "y" not in options}

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import pytest
 from kernel_checks import check
-from nvrtc_here import needs_nvrtc
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.run import run_kernels
-from cupynorm.gpu.nvrtc import compile_for
 from cupynorm.norm.plans import plan
 from cupynorm.plan import dispatch, few_rows
-from cupynorm.plan.devices import DEVICES
 
 ONE_LAUNCH = "backward_few.cu"
 BACKWARDS = {
@@ -117,28 +114,3 @@ def test_parameters_load_early_where_all_rows_are_resident():
     assert early(2**17, 200, **narrow) == 0
     assert early(2**17, 128) == early(2**17, 128, residual=True, **narrow) == 0
     assert early(1, out_dtype="float8_e4m3fn") == 0
-
-
-@needs_nvrtc
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["H200", "A100"])
-def test_kernels_of_few_rows_do_not_spill(device):
-    capability = DEVICES[device].compute_capability
-    kernels = {
-        plan(num_cols, 16, dtype, device=device, direction=direction, **options).launches[0].kernel
-        for direction in ("forward", "backward")
-        for num_cols, dtype, options in (
-            (128, "float16", {}),
-            (1023, "bfloat16", {}),
-            (2880, "bfloat16", {"residual": True}),
-            (8192, "bfloat16", {"weight_dtype": "float32", "bias_dtype": "float32"}),
-            (12288, "bfloat16", {}),
-            (16384, "bfloat16", {"residual": True}),
-            (4096, "float32", {}),
-            (1000, "float64", {}),
-        )
-    }
-    assert any(kernel.source == ONE_LAUNCH for kernel in kernels)
-    for kernel in kernels:
-        used = compile_for(kernel, capability)[1]
-        assert used.spill_store_bytes == used.spill_load_bytes == 0, kernel.name_expression

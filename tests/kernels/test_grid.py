@@ -49,10 +49,7 @@ def both_ways(monkeypatch, tile_of_backward):
         # Six turns from sums to results; fewer rows than that.
         ({"num_rows": 3}, replace(TILE, stages=9)),
         # Results begin within a row; many rows.
-        (
-            {"num_cols": 7000, "num_rows": 30},
-            replace(TILE, packs_per_thread=4, stages=6),
-        ),
+        ({"num_cols": 7000, "num_rows": 30}, replace(TILE, packs_per_thread=4, stages=6)),
         # The fewest stages; packs that are read again, several turns' worth of them.
         ({"num_cols": 9000, "num_rows": 12}, replace(TILE, packs_per_thread=4)),
         ({"num_cols": 28000, "num_rows": 12}, replace(TILE, packs_per_thread=12)),

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 from every_matrix import STEPS, judge_scales, run_scales
-from mutated_machine import ROOT, copy_of_sources, mutate
+from mutated_machine import ROOT, changes, copy_of_sources, mutate
 
 import cupynorm
 from cupynorm.check import kernels as check_kernels
@@ -96,180 +96,73 @@ CHECKS = {
     ),
 }
 
-# name: (file, old, new, who sees it)
-MUTATIONS = {
-    "another largest number": ("float8.cuh", "largest = 448.0f", "largest = 240.0f", "row"),
-    "a sign that counts": ("amax.cuh", "negative & 0x7fffffffu", "negative", "row"),
-    "positive values that are not compared": (
-        "amax.cuh",
-        "positive = max(positive, __float_as_int(values[at]));",
-        "",
-        "row",
-    ),
-    "no rule for an amax of zero": (
-        "scales.cuh",
-        "if (bits == 0 || bits >= infinity_bits) return 1.0f;",
-        "",
-        "block",
-    ),
-    "scales that are no powers of two": (
-        "scales.cuh",
-        "power_of_two ? scale & infinity_bits : scale",
-        "scale",
-        "powers of two",
-    ),
-    "exponents rounded down": (
-        "scales.cuh",
-        "(bits >> 23) + ((bits & 0x7fffffu) != 0)",
-        "(bits >> 23)",
-        "mx",
-    ),
-    "an amax that is not raised": ("amax.cuh", "magnitude > __ldcg(amax)", "false", "given"),
-    "lanes that keep the wrong half": (
-        "row_scales.cuh",
-        "values[at].add(upper ? others : mine);",
-        "values[at].add(mine);",
-        "block",
-    ),
-    "scales of the wrong lane": (
-        "row_scales.cuh",
-        "index / own * holders, lanes)",
-        "0, lanes)",
-        "mx",
-    ),
-    "scales in place of their inverses": (
-        "quantize_scales.cuh",
-        "= inverse_of(multiplier.factor)",
-        "= multiplier.factor",
-        "block",
-    ),
-    "values that are not scaled": (
-        "quantize_store.cuh",
-        "(value, factor) : value * factor",
-        "(value, factor) : value",
-        "row",
-    ),
-    "no scale of the tensor": (
-        "quantize_scales.cuh",
-        "carried.factor = rule.scale_of(*amax, largest_finite);",
-        "",
-        "tensor",
-    ),
-    "the largest of a lane, not of its warp": (
-        "forward_ring_scaled.cuh",
-        "warp_reduce<32>(kept_row.scales.largest())",
-        "kept_row.scales.largest()",
-        "ring",
-    ),
-    "y left in the next row's place": (
-        "forward_ring_scaled.cuh",
-        "write_previous(turn - 1, row - turns.step)",
-        "write_previous(turn - 1, row)",
-        "ring",
-    ),
-    "largest magnitudes that are not waited for": (
-        "forward_ring_scaled.cuh",
-        "largests.wait(turn, Shape::thread() == 0);",
-        "",
-        "ring",
-    ),
-    "the same row fetched again": (
-        "forward_block.cu",
-        "min(row + turns.step, call.num_rows - 1)",
-        "0",
-        "ahead",
-    ),
-    "a next row that another block has": (
-        "forward_block.cu",
-        "row + turns.step, call.num_rows",
-        "row + 1, call.num_rows",
-        "ahead",
-    ),
-    "numbers below 2^-126 that are flushed": (
-        "quantize_sources.cuh",
-        "times_large(values[at], factor)",
-        "values[at] * factor * 0.0f",
-        "small numbers",
-    ),
-    "a matrix whose amax nobody finds": (
-        "quantize_sources.cuh",
-        "largest.add_pack(values);",
-        "",
-        "matrix",
-    ),
-    "a matrix whose own amax makes no scale": (
-        "quantize_sources.cuh",
-        "rule.scale_of(*amax, FormatOf<Y>::largest)",
-        "1.0f",
-        "own amax",
-    ),
-    "sums that leave the last group of threads out": (
-        "column_sums.cuh",
-        "from < num_groups; ++from) sum +=",
-        "from < num_groups - 1; ++from) sum +=",
-        "sums",
-    ),
-    "a tensor whose step ends though it was not used": (
-        "update_scales.cu",
-        "if ((latest & 0x7fffffffu) == 0) return;",
-        "",
-        "delayed scales",
-    ),
-    "an amax of NaN that counts": (
-        "update_scales.cu",
-        "if (bits <= infinity_bits) amax",
-        "amax",
-        "delayed scales",
-    ),
-    "an infinite amax that makes a scale": (
-        "update_scales.cu",
-        "recent > 0 && recent < infinity_bits",
-        "recent > 0",
-        "delayed scales",
-    ),
-    "a margin that is forgotten": (
-        "update_scales.cu",
-        "(call.largest[blockIdx.x]) * call.factor",
-        "(call.largest[blockIdx.x])",
-        "delayed scales",
-    ),
-    "a history that stays where it is": (
-        "update_scales.cu",
-        "moves ? history[(at + 1) * step]",
-        "moves ? history[at * step]",
-        "delayed scales",
-    ),
-    "an amax that is not cleared": (
-        "update_scales.cu",
-        "at == 0 ? 0 : next",
-        "next",
-        "delayed scales",
-    ),
-    "the first steps of a long history alone": (
-        "update_scales.cu",
-        "first < num_steps; first += tile.block_size()",
-        "first < min(num_steps, 1ll); first += num_steps",
-        "delayed scales",
-    ),
-    "rows that are left out": (
-        "reduce_matrix.cu",
-        "row += Rows::step",
-        "row += 9 * Rows::num_groups",
-        "sums of many rows",
-    ),
-    "rows of the next slab, too": (
-        "slab.cuh",
-        "first_row + rows_of_slab",
-        "first_row + 2 * rows_of_slab",
-        "sums of a matrix",
-    ),
-    "a matrix without its last slab": (
-        "reduce_matrix.cu",
-        "row < slab.end_row; row",
-        "row < slab.end_row && slab.end_row < call.num_rows; row",
-        "amax of a matrix",
-    ),
-}
+# name | file | who sees it
+MUTATIONS = changes(
+    r"""
+another largest number | float8.cuh | row
+  largest = 448.0f  =>  largest = 240.0f
+a sign that counts | amax.cuh | row
+  negative & 0x7fffffffu  =>  negative
+positive values that are not compared | amax.cuh | row
+  positive = max(positive, __float_as_int(values[at]));  =>
+no rule for an amax of zero | scales.cuh | block
+  if (bits == 0 || bits >= infinity_bits) return 1.0f;  =>
+scales that are no powers of two | scales.cuh | powers of two
+  power_of_two ? scale & infinity_bits : scale  =>  scale
+exponents rounded down | scales.cuh | mx
+  (bits >> 23) + ((bits & 0x7fffffu) != 0)  =>  (bits >> 23)
+an amax that is not raised | amax.cuh | given
+  magnitude > __ldcg(amax)  =>  false
+lanes that keep the wrong half | row_scales.cuh | block
+  values[at].add(upper ? others : mine);  =>  values[at].add(mine);
+scales of the wrong lane | row_scales.cuh | mx
+  index / own * holders, lanes)  =>  0, lanes)
+scales in place of their inverses | quantize_scales.cuh | block
+  = inverse_of(multiplier.factor)  =>  = multiplier.factor
+values that are not scaled | quantize_store.cuh | row
+  (value, factor) : value * factor  =>  (value, factor) : value
+no scale of the tensor | quantize_scales.cuh | tensor
+  carried.factor = rule.scale_of(*amax, largest_finite);  =>
+the largest of a lane, not of its warp | forward_ring_scaled.cuh | ring
+  warp_reduce<32>(kept_row.scales.largest())  =>  kept_row.scales.largest()
+y left in the next row's place | forward_ring_scaled.cuh | ring
+  write_previous(turn - 1, row - turns.step)  =>  write_previous(turn - 1, row)
+largest magnitudes that are not waited for | forward_ring_scaled.cuh | ring
+  largests.wait(turn, Shape::thread() == 0);  =>
+the same row fetched again | forward_block.cu | ahead
+  min(row + turns.step, call.num_rows - 1)  =>  0
+a next row that another block has | forward_block.cu | ahead
+  row + turns.step, call.num_rows  =>  row + 1, call.num_rows
+numbers below 2^-126 that are flushed | quantize_sources.cuh | small numbers
+  times_large(values[at], factor)  =>  values[at] * factor * 0.0f
+a matrix whose amax nobody finds | quantize_sources.cuh | matrix
+  largest.add_pack(values);  =>
+a matrix whose own amax makes no scale | quantize_sources.cuh | own amax
+  rule.scale_of(*amax, FormatOf<Y>::largest)  =>  1.0f
+sums that leave the last group of threads out | column_sums.cuh | sums
+  from < num_groups; ++from) sum +=  =>  from < num_groups - 1; ++from) sum +=
+a tensor whose step ends though it was not used | update_scales.cu | delayed scales
+  if ((latest & 0x7fffffffu) == 0) return;  =>
+an amax of NaN that counts | update_scales.cu | delayed scales
+  if (bits <= infinity_bits) amax  =>  amax
+an infinite amax that makes a scale | update_scales.cu | delayed scales
+  recent > 0 && recent < infinity_bits  =>  recent > 0
+a margin that is forgotten | update_scales.cu | delayed scales
+  (call.largest[blockIdx.x]) * call.factor  =>  (call.largest[blockIdx.x])
+a history that stays where it is | update_scales.cu | delayed scales
+  moves ? history[(at + 1) * step]  =>  moves ? history[at * step]
+an amax that is not cleared | update_scales.cu | delayed scales
+  at == 0 ? 0 : next  =>  next
+the first steps of a long history alone | update_scales.cu | delayed scales
+  first < num_steps; first += tile.block_size()  =>  first < min(num_steps, 1ll); first += num_steps
+rows that are left out | reduce_matrix.cu | sums of many rows
+  row += Rows::step  =>  row += 9 * Rows::num_groups
+rows of the next slab, too | slab.cuh | sums of a matrix
+  first_row + rows_of_slab  =>  first_row + 2 * rows_of_slab
+a matrix without its last slab | reduce_matrix.cu | amax of a matrix
+  row < slab.end_row; row  =>  row < slab.end_row && slab.end_row < call.num_rows; row
+"""
+)
 
 
 @pytest.fixture

@@ -5,39 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import few_cases
 import numpy as np
 import pytest
 from few_cases import excess, split
-from few_cases import run as run_few
-from mutated_machine import copy_of_sources, mutate
+from mutated_machine import assert_bug_is_seen, changes, copy_of_sources, mutate
 from product_cases import EPS, draw, rms_errors
 
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.gpu.on_cpu import OnCpuError
 from cupynorm.plan.devices import DEVICES
 
 H200 = DEVICES["H200"]
 RAGGED = (11, 328, 300)  # no multiple of a step, nor of a tile; blocks have unequal steps
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def machine(request):
-    if request.param == "cpu":
-        return CpuMachine()
-    found = GpuCheckMachine()
-    if found.device.compute_capability != 90:
-        pytest.skip(f"the kernel is for compute capability 9.0, not for {found.device.name}")
-    return found
-
-
-run = partial(run_few, several=True)
-
-
-def assert_right(problem, machine, **options):
-    found = run(problem, machine, **options)
-    over = excess(problem, found)
-    assert max(over.values()) <= 1, over
-    return found
+run = partial(few_cases.run, several=True)
+assert_right = partial(few_cases.assert_right, several=True)
 
 
 @pytest.mark.parametrize(
@@ -125,33 +105,22 @@ def test_rows_that_are_not_finite(machine, value):
 
 # What a wrong kernel does on the CPU.
 
-BUGS = {
-    "a product of rows that are not normalised yet": (
-        "norm_linear_several.cu",
-        "  fence_tile_store();\n  __syncthreads();\n",
-        "  fence_tile_store();\n",
-    ),
-    "mean and rstd that are not there yet": (
-        "norm_linear_several.cu",
-        "    find_mean_rstd<centered>(rows);\n  }\n  __syncthreads();\n",
-        "    find_mean_rstd<centered>(rows);\n  }\n",
-    ),
-    "columns beyond the row that are not 0": (
-        "several_rows.cuh",
-        "store_pack<8>(pack(row, col), Pack<T, 8>{})",
-        "store_pack<8>(pack(row, col), Pack<T, 8>{{~0u, ~0u, ~0u, ~0u}})",
-    ),
-    "a stage is given back before it is multiplied": (
-        "several_products.cuh",
-        "    last_stage = place.stage;\n",
-        "    last_stage = (place.stage + 1) % memory.num_stages;\n",
-    ),
-    "barriers that are used before they are there": (
-        "norm_linear_several.cu",
-        "  cluster_wait();",
-        "  __syncwarp();",
-    ),
-}
+BUGS = changes(
+    r"""
+a product of rows that are not normalised yet | norm_linear_several.cu
+    fence_tile_store();\n  __syncthreads();\n  =>    fence_tile_store();\n
+mean and rstd that are not there yet | norm_linear_several.cu
+      find_mean_rstd<centered>(rows);\n  }\n  __syncthreads();\n  =>
+        find_mean_rstd<centered>(rows);\n  }\n
+columns beyond the row that are not 0 | several_rows.cuh
+  store_pack<8>(pack(row, col), Pack<T, 8>{})  =>
+    store_pack<8>(pack(row, col), Pack<T, 8>{{~0u, ~0u, ~0u, ~0u}})
+a stage is given back before it is multiplied | several_products.cuh
+      last_stage = place.stage;\n  =>      last_stage = (place.stage + 1) % memory.num_stages;\n
+barriers that are used before they are there | norm_linear_several.cu
+    cluster_wait();  =>    __syncwarp();
+"""
+)
 
 
 @pytest.mark.slow
@@ -160,13 +129,7 @@ def test_bugs_are_seen(name, tmp_path):
     folder = copy_of_sources(tmp_path / "cuda_src")
     mutate(folder, *BUGS[name])
     problem = draw((11, 200, 550), "bfloat16", mean=4)
-    for seed in range(20):
-        machine = CpuMachine(H200, seed, folder=folder)
-        try:
-            found = run(problem, machine, num_sms=1, most_stages=3)
-        except OnCpuError as error:
-            assert "does not compile" not in str(error), error
-            return
-        if not max(excess(problem, found).values()) <= 1:
-            return
-    pytest.fail(f"no run shows the bug: {name}")
+    options = {"num_sms": 1, "most_stages": 3}
+    assert_bug_is_seen(
+        folder, lambda machine, _: max(excess(problem, run(problem, machine, **options)).values())
+    )

@@ -83,25 +83,16 @@ def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int, 
     assert result.ok, result.summary()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_on_the_cpu(seed):
-    check("cpu", seed, num_cases=6, max_elements=1 << 13, max_cols=1 << 13)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_fused_on_the_cpu(seed):
-    check("cpu", seed, num_cases=6, max_elements=1 << 13, max_cols=1 << 13, draw=draw_fused)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(8))
-def test_fused_on_a_gpu(seed):
-    check("gpu", seed, num_cases=15, max_elements=1 << 21, max_cols=1 << 18, draw=draw_fused)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(8))
-def test_on_a_gpu(seed):
-    check("gpu", seed, num_cases=15, max_elements=1 << 21, max_cols=1 << 18)
+@pytest.mark.parametrize("drawn", [draw, draw_fused])
+@pytest.mark.parametrize(
+    "on, seed",
+    [
+        *(pytest.param("cpu", seed, marks=pytest.mark.slow) for seed in range(6)),
+        *(pytest.param("gpu", seed, marks=pytest.mark.gpu) for seed in range(8)),
+    ],
+)
+def test_random_problems(on, seed, drawn):
+    if on == "cpu":
+        check(on, seed, num_cases=6, max_elements=1 << 13, max_cols=1 << 13, draw=drawn)
+    else:
+        check(on, seed, num_cases=15, max_elements=1 << 21, max_cols=1 << 18, draw=drawn)

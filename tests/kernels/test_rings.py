@@ -258,11 +258,10 @@ RINGS_OF_ALL_SUBSETS = (
 
 
 def subsets_of_gradients(ring: str) -> list[int]:
-    """Bits of dx, dweight and dbias. Each subset is a kernel; most rings have two of six."""
+    """Bits of dx, dweight and dbias. Each subset is a kernel; most rings have one of six."""
     if ring in RINGS_OF_ALL_SUBSETS:
         return [1, 2, 3, 4, 5, 6]
-    turn = list(RINGS).index(ring) % 3
-    return [1 + turn, 4 + turn]
+    return [1 + list(RINGS).index(ring) % 6]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from every_split import Shared, run_shared
-from mutated_machine import copy_of_sources, mutate
+from mutated_machine import changes, copy_of_sources, mutate
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
@@ -15,48 +15,27 @@ from cupynorm.gpu.on_cpu import OnCpuError
 
 SMALL = Shared(Case("layer_norm", 10, 10, "float32"), 4)
 
-MUTATIONS = {
-    "means of ranks that are not compared": (
-        "split_normalize.cu",
-        "count_of(rank) * apart * apart",
-        "0",
-    ),
-    "a mean without the digits that rounding left out": (
-        "split_normalize.cu",
-        "part(rank, 0, row) - origin + part(rank, 1, row)",
-        "part(rank, 0, row) - origin",
-    ),
-    "ranks that count alike": (
-        "split_normalize.cu",
-        "max(min(cols_of_row - rank * cols_of_rank, cols_of_rank), 0LL)",
-        "cols_of_rank",
-    ),
-    "statistics saved without the rest": (
-        "split_rows.cuh",
-        "of_rows[num_rows + row] = rest",
-        "of_rows[num_rows + row] = 0",
-    ),
-    "sums of packs beyond the row": (
-        "split_sums.cu",
-        "in_row ? rounded_product(dys[at], weights[at]) : Compute(0)",
-        "rounded_product(dys[at], weights[at])",
-    ),
-    "a slab without its last row": (
-        "split_gradients.cu",
-        "own >= slab.end_row",
-        "own + 1 >= slab.end_row",
-    ),
-    "means over one rank's columns": (
-        "split_gradients.cu",
-        "static_cast<Compute>(cols_of_row)",
-        "static_cast<Compute>(num_cols)",
-    ),
-    "sums that are overwritten before they are read": (
-        "split_gradients.cu",
-        "__syncthreads();  // before of_groups is used again",
-        "",
-    ),
-}
+MUTATIONS = changes(
+    r"""
+means of ranks that are not compared | split_normalize.cu
+  count_of(rank) * apart * apart  =>  0
+a mean without the digits that rounding left out | split_normalize.cu
+  part(rank, 0, row) - origin + part(rank, 1, row)  =>  part(rank, 0, row) - origin
+ranks that count alike | split_normalize.cu
+  max(min(cols_of_row - rank * cols_of_rank, cols_of_rank), 0LL)  =>  cols_of_rank
+statistics saved without the rest | split_rows.cuh
+  of_rows[num_rows + row] = rest  =>  of_rows[num_rows + row] = 0
+sums of packs beyond the row | split_sums.cu
+  in_row ? rounded_product(dys[at], weights[at]) : Compute(0)  =>
+    rounded_product(dys[at], weights[at])
+a slab without its last row | split_gradients.cu
+  own >= slab.end_row  =>  own + 1 >= slab.end_row
+means over one rank's columns | split_gradients.cu
+  static_cast<Compute>(cols_of_row)  =>  static_cast<Compute>(num_cols)
+sums that are overwritten before they are read | split_gradients.cu
+  __syncthreads();  // before of_groups is used again  =>
+"""
+)
 
 
 def check(folder: Path) -> None:

@@ -307,12 +307,7 @@ def test_t05_squares_that_nearly_overflow(strategy, statistics, where):
     """
     turn = list(STRATEGIES).index(strategy) + list(STATISTICS).index(statistics)
     for at, (dtype, value) in enumerate(
-        (
-            ("float16", 6e4),
-            ("bfloat16", 1e18),
-            ("float32", 1e18),
-            ("float64", 1e150),
-        )
+        (("float16", 6e4), ("bfloat16", 1e18), ("float32", 1e18), ("float64", 1e150))
     ):
         norm_name = NORMS[(turn + at) % 2]
         case = Case(norm_name, 0, 0, dtype, strategy=strategy, statistics=statistics)

@@ -225,14 +225,7 @@ def assert_right(
     truth = {name: each for name, each in truth.items() if name not in without}
     assert set(truth) <= set(results), set(truth) - set(results)
     findings = [
-        judge(
-            f"{problem.norm} {problem.dtype}",
-            name,
-            results[name],
-            values,
-            allowed,
-            dtype,
-        )
+        judge(f"{problem.norm} {problem.dtype}", name, results[name], values, allowed, dtype)
         for name, (values, allowed, dtype) in truth.items()
     ]
     assert all(each.ok for each in findings), f"\n{CheckResult(findings)}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+from itertools import product
 
 import numpy as np
 import pytest
+from turns import by_turns
 
 import cupynorm
 from cupynorm import reference
@@ -57,9 +59,12 @@ LAYERS = (
 )
 
 
+PLACES = by_turns(LAYERS, RECIPES, ("reference", "kernels"))
+PLACES += [pytest.param(*each, "gpu", marks=pytest.mark.gpu) for each in product(LAYERS, RECIPES)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("options, recipe, anywhere", PLACES, indirect=["anywhere"], ids=str)
 def test_results_are_within_the_errors_of_the_formats(anywhere, options, recipe):
     module, problem = make(device=anywhere, **options)
     if isinstance(recipe, DelayedScaling):

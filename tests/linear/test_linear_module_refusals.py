@@ -10,6 +10,24 @@ from linear_cases import CPU  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
 
+WRONG_SPLITS = (
+    ((), ValueError, r"parameters_split is \(\); expected at least one name"),
+    ((1, 2), TypeError, r"parameters_split is \(1, 2\); expected names"),
+    (3, TypeError, "parameters_split is 3; expected names, or a dict of names and sizes"),
+    (
+        {"a", "b"},
+        TypeError,
+        "parameters_split is {.*}; expected names, or a dict of names and sizes",
+    ),
+    (("q", "q_"), ValueError, "which differ in more than underscores at their end"),
+    (("layer_norm", "b"), ValueError, "none of which is layer_norm, the norm's"),
+    ({"a.b": 8, "c": 8}, ValueError, "expected names without a dot"),
+    (("a", "b", "c"), ValueError, r"sizes \[5, 5, 5\], 15 together; expected out_features, 16"),
+    ({"a": 8, "b": 9}, ValueError, r"sizes \[8, 9\], 17 together"),
+    ({"a": 8.0, "b": 8}, TypeError, "expected sizes that are numbers of rows"),
+    ({"a": True, "b": 15}, TypeError, "expected sizes that are numbers of rows"),
+)
+
 
 @pytest.mark.parametrize(
     "options, error, sentence",
@@ -64,49 +82,6 @@ from cupynorm import LayerNormLinear  # noqa: E402
             ValueError,
             r"sizes \[6, 8\], 14 together; expected out_features of all ranks, 16",
         ),
-        (
-            {"parameters_split": ()},
-            ValueError,
-            r"parameters_split is \(\); expected at least one name",
-        ),
-        ({"parameters_split": (1, 2)}, TypeError, r"parameters_split is \(1, 2\); expected names"),
-        (
-            {"parameters_split": 3},
-            TypeError,
-            "parameters_split is 3; expected names, or a dict of names and sizes",
-        ),
-        (
-            {"parameters_split": {"a", "b"}},
-            TypeError,
-            "parameters_split is {.*}; expected names, or a dict of names and sizes",
-        ),
-        (
-            {"parameters_split": ("q", "q_")},
-            ValueError,
-            "which differ in more than underscores at their end",
-        ),
-        (
-            {"parameters_split": ("layer_norm", "b")},
-            ValueError,
-            "none of which is layer_norm, the norm's",
-        ),
-        ({"parameters_split": {"a.b": 8, "c": 8}}, ValueError, "expected names without a dot"),
-        (
-            {"parameters_split": ("a", "b", "c")},
-            ValueError,
-            r"sizes \[5, 5, 5\], 15 together; expected out_features, 16",
-        ),
-        ({"parameters_split": {"a": 8, "b": 9}}, ValueError, r"sizes \[8, 9\], 17 together"),
-        (
-            {"parameters_split": {"a": 8.0, "b": 8}},
-            TypeError,
-            "expected sizes that are numbers of rows",
-        ),
-        (
-            {"parameters_split": {"a": True, "b": 15}},
-            TypeError,
-            "expected sizes that are numbers of rows",
-        ),
         ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None, 'fold' or 'kernel'"),
         (
             {"fused": "fold", "return_layernorm_output": True},
@@ -114,6 +89,7 @@ from cupynorm import LayerNormLinear  # noqa: E402
             "no normalised tensor exists",
         ),
         ({"sm_margin": -1}, ValueError, "sm_margin is -1"),
+        *(({"parameters_split": split}, *expected) for split, *expected in WRONG_SPLITS),
     ),
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

@@ -125,8 +125,7 @@ def asked(x, weight, fused=None, residual=None, returns=False, dtype=torch.bfloa
     given = Operands(x, residual, None, None, (weight,), ())
     launching = launch_options(0)
     return LinearCall(
-        given,
-        LinearOptions(False, 1e-5, False, returns, False, fused, launching, dtype),
+        given, LinearOptions(False, 1e-5, False, returns, False, fused, launching, dtype)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from turns import by_turns
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.distributed.checkpoint")
@@ -60,10 +61,8 @@ WAYS = (by_checkpoint, by_model_state_dict, by_full_state_dict, by_torch, by_saf
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("of_loader", TRAINED, ids=str)
-@pytest.mark.parametrize("of_saver", TRAINED, ids=str)
-def test_states_of_any_length_are_loaded(of_saver, of_loader, way, tmp_path):
+@pytest.mark.parametrize("way, of_saver, of_loader", by_turns(WAYS, TRAINED, TRAINED))
+def test_states_of_any_length_are_loaded(way, of_saver, of_loader, tmp_path):
     options = {"parameters_split": ("q", "k")}
     saver, loader = (trained(*each, **options) for each in (of_saver, of_loader))
     with torch.no_grad():

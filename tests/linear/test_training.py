@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from turns import by_turns
 
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import make, tensor  # noqa: E402
@@ -114,9 +115,9 @@ def test_microbatches_that_are_run_again_in_any_order(order, use_reentrant):
 BETWEEN = ("16 bits", "eval", "8 bits", "8 bits in eval")
 
 
-@pytest.mark.parametrize("recipe", RECIPES[1:3], ids=str)
-@pytest.mark.parametrize("use_reentrant", (False, True))
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(
+    "between, use_reentrant, recipe", by_turns(BETWEEN, (False, True), RECIPES[1:3]), ids=str
+)
 def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(
     between, use_reentrant, recipe
 ):

@@ -273,105 +273,59 @@ def what_is_refused(ranks):
         {"dropout_p": 0.5, "dropout_seed": 1},
         ranks.lay(torch.ones(1, dtype=torch.int64, device=ranks.device), Replicate()),
     )
+    norm, rms, forward = cupynorm.layer_norm, cupynorm.rms_norm, cupynorm.layer_norm_forward
+    backward, rms_backward = cupynorm.layer_norm_backward, cupynorm.rms_norm_backward
+    silu, shared = cupynorm.functors.silu_gate(gate=x), ranks.lay(of_row, Shard(0))
+    too_few, efficient = ranks.lay(ranks.random(3), Shard(0)), {"memory_efficient": True}
+    plain = "is a DTensor and input is a Tensor"
     for call, sentence in (
-        *(
-            (
-                partial(cupynorm.rms_norm, x, 8, there, **each),
-                "weight is a DTensor and input is a Tensor; expected input to be a DTensor too",
-            )
-            for each in fused
-        ),
+        *((partial(rms, x, 8, there, **each), f"weight {plain}; expected input") for each in fused),
         (
-            lambda: cupynorm.layer_norm(rows, 8, weight, row_scale=of_row),
+            partial(norm, rows, 8, weight, row_scale=of_row),
             "input is a DTensor and row_scale is a Tensor; expected a DTensor too",
         ),
         (
-            lambda: cupynorm.layer_norm(rows, 8, residual=x, round_x_hat=True),
+            partial(norm, rows, 8, residual=x, round_x_hat=True),
             "input is a DTensor and residual is a Tensor; expected a DTensor too",
         ),
+        (partial(norm, rows, 8, row_scale=too_few), "row_scale has shape (3,)"),
+        (partial(norm, rows, 8, store=silu), "input is a DTensor and load or store was given"),
+        (partial(norm, x, 8, weight1=there), f"weight1 {plain}"),
+        (partial(norm, x, 8, residual=rows, dropout_p=0.5), f"residual {plain}"),
         (
-            lambda: cupynorm.layer_norm(rows, 8, row_scale=ranks.lay(ranks.random(3), Shard(0))),
-            "row_scale has shape (3,)",
-        ),
-        (
-            lambda: cupynorm.layer_norm(rows, 8, store=cupynorm.functors.silu_gate(gate=x)),
-            "input is a DTensor and load or store was given",
-        ),
-        (
-            lambda: cupynorm.layer_norm(x, 8, weight1=there),
-            "weight1 is a DTensor and input is a Tensor",
-        ),
-        (
-            lambda: cupynorm.layer_norm(x, 8, residual=rows, dropout_p=0.5),
-            "residual is a DTensor and input is a Tensor",
-        ),
-        (
-            lambda: cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=seed),
+            partial(norm, x, 8, dropout_p=0.5, dropout_seed=seed),
             "dropout_seed is a DTensor, which has no address",
         ),
+        (partial(forward, rows, weight, **dropped), "input is a DTensor, which has no address"),
         (
-            lambda: cupynorm.layer_norm_forward(rows, weight, **dropped),
-            "input is a DTensor, which has no address",
-        ),
-        (
-            lambda: cupynorm.rms_norm_backward(rows, x, of_row, weight, **dropped),
+            partial(rms_backward, rows, x, of_row, weight, **dropped),
             "dy is a DTensor, which has no address",
         ),
         (
-            lambda: cupynorm.layer_norm_backward(
-                x, rows, of_row, of_row, weight, dx_dtype="float32"
-            ),
+            partial(backward, x, rows, of_row, of_row, weight, dx_dtype="float32"),
             "x is a DTensor, which has no",
         ),
+        (partial(rms_backward, x, x, shared, weight, **dropped), "rstd is a DTensor, which has no"),
         (
-            lambda: cupynorm.rms_norm_backward(
-                x, x, ranks.lay(of_row, Shard(0)), weight, **dropped
-            ),
-            "rstd is a DTensor, which has no",
-        ),
-        (
-            lambda: cupynorm.rms_norm_backward(x, x, of_row, there, **dropped),
+            partial(rms_backward, x, x, of_row, there, **dropped),
             "weight is a DTensor, which has no address",
         ),
         (
-            lambda: cupynorm.rms_norm_backward(
-                x, x, of_row, weight, bias=there, memory_efficient=True
-            ),
+            partial(rms_backward, x, x, of_row, weight, bias=there, **efficient),
             "bias is a DTensor, which",
         ),
+        (partial(norm, x, 8, there), f"weight {plain}; expected input to be a DTensor"),
+        (partial(norm, x, 8, weight, there), f"bias {plain}"),
+        (partial(rms, x, 8, weight, residual=rows), f"residual {plain}"),
+        (partial(rms, rows, 8, weight, residual=x), "input is a DTensor and residual is a Tensor"),
+        (partial(norm, rows, 8, out=x), "out was given to a call that torch traces or transforms"),
+        (partial(forward, rows, weight), "input is a DTensor, which has no address"),
+        (partial(forward, x, there), "weight is a DTensor, which has no address"),
         (
-            lambda: cupynorm.layer_norm(x, 8, there),
-            "weight is a DTensor and input is a Tensor; expected input to be a DTensor",
+            partial(cupynorm.layer_norm_linear, x, weight, None, ranks.lay(x, Replicate())),
+            f"a weight or bias {plain}; expected input to be a DTensor",
         ),
-        (
-            lambda: cupynorm.layer_norm(x, 8, weight, there),
-            "bias is a DTensor and input is a Tensor",
-        ),
-        (
-            lambda: cupynorm.rms_norm(x, 8, weight, residual=rows),
-            "residual is a DTensor and input is a Tensor",
-        ),
-        (
-            lambda: cupynorm.rms_norm(rows, 8, weight, residual=x),
-            "input is a DTensor and residual is a Tensor",
-        ),
-        (
-            lambda: cupynorm.layer_norm(rows, 8, out=x),
-            "out was given to a call that torch traces or transforms",
-        ),
-        (
-            lambda: cupynorm.layer_norm_forward(rows, weight),
-            "input is a DTensor, which has no address",
-        ),
-        (
-            lambda: cupynorm.layer_norm_forward(x, there),
-            "weight is a DTensor, which has no address",
-        ),
-        (
-            lambda: cupynorm.layer_norm_linear(x, weight, None, ranks.lay(x, Replicate())),
-            "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor",
-        ),
-        (lambda: cupynorm.layer_norm(rows, 7), r"normalized_shape is (7,), input has shape (4, 8)"),
+        (partial(norm, rows, 7), r"normalized_shape is (7,), input has shape (4, 8)"),
     ):
         try:
             call()

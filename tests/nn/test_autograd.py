@@ -1,4 +1,4 @@
-"""torch tensors: operators of plain calls, subclasses, autocast, and autograd's hooks."""
+"""torch tensors: subclasses, autocast, and autograd's hooks."""
 
 from __future__ import annotations
 
@@ -9,80 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from norm_calls import DEVICES, EPS, NORMS, leaves, random  # noqa: E402
-from torch.library import opcheck  # noqa: E402
+from norm_calls import DEVICES, NORMS, leaves, random  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm.nn import autograd  # noqa: E402
-
-# Operators.
-
-
-def operands(
-    norm_name: str, device: str, residual: bool, affine: bool, dtype
-) -> tuple[tuple, tuple]:
-    """The arguments of norm_forward, and those of norm_backward from its results."""
-    centered = norm_name == "layer_norm"
-    x, other = leaves((3, 4, 5), (3, 4, 5), dtype=dtype, device=device)
-    weight, bias = (
-        leaves((5,), (5,), dtype=torch.float32, device=device) if affine else (None, None)
-    )
-    forward = (
-        x,
-        weight,
-        bias,
-        other if residual else None,
-        [5],
-        EPS,
-        centered,
-        affine,
-        None,
-        0,
-        None,
-        None,
-        None,
-    )
-    _, mean, rstd, added = (made.detach() for made in torch.ops.cupynorm.norm_forward(*forward))
-    added = added.requires_grad_() if residual else x
-    dy, dsum = leaves((3, 4, 5), (3, 4, 5), dtype=dtype, device=device)
-    backward = (
-        dy,
-        added,
-        mean if centered else None,
-        rstd,
-        weight,
-        dsum if residual else None,
-        [5],
-        (True, affine, affine),
-        affine,
-        torch.float32 if affine else None,
-        0,
-        None,
-    )
-    return forward, backward
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("residual, affine", list(itertools.product((False, True), repeat=2)))
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("norm_name", NORMS)
-def test_operators_pass_opcheck(norm_name, device, residual, affine):
-    for dtype in (torch.float32, torch.bfloat16):
-        forward, backward = operands(norm_name, device, residual, affine, dtype)
-        opcheck(torch.ops.cupynorm.norm_forward.default, forward)
-        opcheck(torch.ops.cupynorm.norm_backward.default, backward)
-
-
-@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3)))
-def test_the_backward_operator_returns_the_wanted_gradients(wanted):
-    _, backward = operands("layer_norm", "cpu", True, True, torch.float32)
-    everything = torch.ops.cupynorm.norm_backward(*backward)
-    made = torch.ops.cupynorm.norm_backward(*backward[:7], wanted, *backward[8:])
-    for is_wanted, got, right in zip(wanted, made, everything):
-        assert torch.equal(got, right) if is_wanted else got.numel() == 0
-
 
 # Subclasses.
 

@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
-from torch.func import jvp, vmap  # noqa: E402
+from torch.func import vmap  # noqa: E402
 
 from cupynorm import reference  # noqa: E402
 from cupynorm.nn import formulas  # noqa: E402
@@ -141,15 +140,6 @@ def test_x_hat_of_a_constant_row_is_zero_and_only_of_that_row():
     assert got[0].all() and got[2].all()
 
 
-@by_norm
-@by_shape
-def test_derivatives_of_x_hat_are_numerical_ones(shape, num_dims, centered):
-    x = random(*shape).requires_grad_()
-    arguments = (num_dims, centered, EPS)
-    assert gradcheck(lambda x: formulas.x_hat(x, *arguments), x, check_forward_ad=True)
-    assert gradgradcheck(lambda x: formulas.x_hat(x, *arguments), x)
-
-
 # Normalized.
 
 
@@ -157,34 +147,6 @@ def test_normalized_returns_what_compute_returns():
     made = random(4, 5, seed=1), random(4, seed=2)
     x_hat, rstd = Normalized.apply(random(4, 5), 1, True, lambda x: made)
     assert torch.equal(x_hat, made[0]) and torch.equal(rstd, made[1])
-
-
-@by_norm
-@by_shape
-def test_derivatives_of_normalized_are_numerical_ones(shape, num_dims, centered):
-    compute = compute_of(num_dims, centered)
-    x = random(*shape).requires_grad_()
-    assert gradcheck(lambda x: Normalized.apply(x, num_dims, centered, compute), x)
-
-
-@by_norm
-@pytest.mark.parametrize("shape, num_dims", [((4, 5), 1), ((2, 3, 4), 2)])
-def test_dx_is_differentiable_in_x_through_saved_statistics(shape, num_dims, centered):
-    """Normalized is differentiated twice by `gradients`, whose x_hat it is."""
-    x, dy = random(*shape).requires_grad_(), random(*shape, seed=1).requires_grad_()
-
-    def dx(x, dy):
-        return formulas.gradients(dy, None, saved_of(x, None, num_dims, centered))[0]
-
-    assert gradcheck(dx, (x, dy))
-
-
-@by_norm
-def test_the_gradient_of_normalized_is_that_of_the_reference(centered):
-    x, dx_hat = random(4, 5).requires_grad_(), random(4, 5, seed=1)
-    x_hat, _ = Normalized.apply(x, 1, centered, compute_of(1, centered))
-    (dx,) = torch.autograd.grad(x_hat, x, dx_hat)
-    assert_close(dx, _reference_gradients(dx_hat, None, saved_of(x, None, 1, centered)).dx)
 
 
 def test_the_gradient_of_normalized_has_the_dtype_of_x():
@@ -269,43 +231,6 @@ def test_gradients_of_narrow_tensors_are_float32(centered):
         assert_close(got, right, unit=2.0**-24)
 
 
-@by_weight
-@by_norm
-def test_derivatives_of_gradients_are_numerical_ones(centered, given):
-    """In dy, dsum, x and weight. The numerical derivative in x moves the statistics too."""
-    dy, dsum, saved = problem((2, 5), 1, centered, given)
-    leaves = [
-        each.requires_grad_() for each in (dy, dsum, saved.x, saved.weight) if each is not None
-    ]
-
-    def call(dy, dsum, x, weight=None):
-        zero_centered_weight = saved.zero_centered_weight
-        return formulas.gradients(dy, dsum, saved_of(x, weight, 1, centered, zero_centered_weight))
-
-    assert gradcheck(call, leaves)
-    assert gradgradcheck(call, leaves)
-
-
-@by_norm
-def test_gradients_can_be_mapped_over_dy(centered):
-    _, dsum, saved = problem((2, 3, 5), 1, centered, "weight")
-    batch = random(4, 2, 3, 5, seed=5)
-    mapped = vmap(lambda dy: formulas.gradients(dy, dsum, saved))(batch)
-    for place, dy in enumerate(batch):
-        for got, right in zip(mapped, formulas.gradients(dy, dsum, saved), strict=True):
-            assert_close(got[place], right)
-
-
-@by_norm
-def test_gradients_are_linear_in_dy_and_dsum(centered):
-    """The tangent of a linear function is the function of the tangent."""
-    dy, dsum, saved = problem((4, 5), 1, centered, "weight")
-    tangents = random(4, 5, seed=6), random(4, 5, seed=7)
-    _, got = jvp(lambda dy, dsum: formulas.gradients(dy, dsum, saved), (dy, dsum), tangents)
-    for one, right in zip(got, formulas.gradients(*tangents, saved), strict=True):
-        assert_close(one, right)
-
-
 # second_derivatives.
 
 UPSTREAM = [names for count in (1, 2, 3) for names in itertools.combinations("abc", count)]
@@ -331,15 +256,3 @@ def test_second_derivatives_are_those_of_gradients(shape, num_dims, centered, gi
     got = formulas.second_derivatives(*tensors.values(), dy.detach(), saved)
     for one, right in zip(got, expected):  # without a weight, its gradient is not compared
         assert_close(one, right)
-
-
-@by_norm
-def test_derivatives_of_second_derivatives_are_numerical_ones(centered):
-    a, b, c, dy = random(2, 4), random(4), random(4, seed=1), random(2, 4, seed=2)
-    x, weight = random(2, 4, seed=3), random(4, seed=4)
-    leaves = [each.requires_grad_() for each in (a, b, c, dy, x, weight)]
-
-    def call(a, b, c, dy, x, weight):
-        return formulas.second_derivatives(a, b, c, dy, saved_of(x, weight, 1, centered))
-
-    assert gradcheck(call, leaves)

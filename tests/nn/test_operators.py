@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -55,17 +57,20 @@ def test_absent_results_are_empty():
     assert mean.numel() == added.numel() == y1.numel() == 0
 
 
-@pytest.mark.parametrize("wanted", range(6))
-def test_the_fused_backward_returns_the_wanted_gradients(wanted):
-    given = backward_arguments(dy1=ROWS, weight=WEIGHT, weight1=BIAS, centered=True)
-    everything = call("fused_norm_backward", **given | {"wanted": [True] * 6})
-    asked = [place == wanted for place in range(6)]
-    made = call("fused_norm_backward", **given | {"wanted": asked})
-    for place, each in enumerate(made):
-        if place == wanted:
-            assert torch.equal(each, everything[place])
-        else:
-            assert each.numel() == 0
+@pytest.mark.parametrize(
+    "name, given",
+    [
+        ("norm_backward", {"dsum": ROWS, "wanted": [True] * 3}),
+        ("fused_norm_backward", {"dy1": ROWS, "weight1": BIAS, "centered": True}),
+    ],
+)
+def test_a_backward_returns_the_wanted_gradients(name, given):
+    given = backward_arguments(num_gradients=6, weight=WEIGHT) | given
+    everything = call(name, **given)
+    for wanted in itertools.product((False, True), repeat=len(everything)):
+        made = call(name, **given | {"wanted": wanted})
+        for is_wanted, got, right in zip(wanted, made, everything, strict=True):
+            assert torch.equal(got, right) if is_wanted else got.numel() == 0
 
 
 @by_norm

@@ -109,98 +109,35 @@ def test_options_that_recipes_refuse():
         recipes.E4M3,
         recipes.E4M3,
     )
-    for make, error, sentence in (
-        (
-            lambda: DelayedScaling(amax_history_len=0),
-            ValueError,
-            "amax_history_len is 0; expected 1 or more",
-        ),
-        (
-            lambda: DelayedScaling(amax_history_len=1.5),
-            TypeError,
-            "amax_history_len is 1.5; expected an int, 1 or more",
-        ),
-        (lambda: DelayedScaling(margin="a"), TypeError, "margin is 'a'; expected a finite number"),
-        (
-            lambda: DelayedScaling(margin=True),
-            TypeError,
-            "margin is True; expected a finite number",
-        ),
-        (
-            lambda: DelayedScaling(margin=None),
-            TypeError,
-            "margin is None; expected a finite number",
-        ),
-        (
-            lambda: DelayedScaling(margin=float("nan")),
-            TypeError,
-            "margin is nan; expected a finite number",
-        ),
-        (lambda: DelayedScaling(margin=-2000), ValueError, "margin is -2000; expected -126 to 126"),
-        (lambda: DelayedScaling(margin=10**400), ValueError, "margin is 1000"),
-        (
-            lambda: DelayedScaling(reduce_amax="no"),
-            TypeError,
-            "reduce_amax is 'no'; expected True or False",
-        ),
-        (
-            lambda: DelayedScaling(scaling_factor_compute_algo=3),
-            TypeError,
-            "algo is 3; expected None or a callable",
-        ),
-        (
-            lambda: CurrentScaling(power_of_two="no"),
-            TypeError,
-            "power_of_two is 'no'; expected True or False",
-        ),
-        (
-            lambda: BlockScaling(power_of_two=1),
-            TypeError,
-            "power_of_two is 1; expected True or False",
-        ),
-        (
-            lambda: autocast.fp8_autocast(CurrentScaling()).__enter__(),
-            TypeError,
-            "enabled is a CurrentScaling; expected True or False, and a recipe as recipe=",
-        ),
-        (
-            lambda: DelayedScaling(amax_compute_algo="mean"),
-            ValueError,
-            "amax_compute_algo is 'mean'",
-        ),
-        (
-            lambda: DelayedScaling(fp8_format="E5M2"),
-            TypeError,
-            "fp8_format is 'E5M2'; expected Format.E4M3 or Format.HYBRID",
-        ),
-        (
-            lambda: CurrentScaling(amax_epsilon=-1.0),
-            ValueError,
-            "amax_epsilon is -1.0; expected 0 or more",
-        ),
-        (
-            lambda: CurrentScaling(amax_epsilon=float("nan")),
-            ValueError,
-            "amax_epsilon is nan; expected 0 or more",
-        ),
-        (
-            lambda: CurrentScaling(amax_epsilon=1e39),
-            ValueError,
-            "1e\\+39; expected 0 or more, and no more than float32 holds",
-        ),
-        (
-            lambda: CurrentScaling(amax_epsilon="0"),
-            TypeError,
-            "amax_epsilon is '0'; expected a number that is 0 or more",
-        ),
-        (
-            lambda: autocast.fp8_autocast(recipe="delayed").__enter__(),
-            TypeError,
-            "recipe is a str; expected DelayedScaling",
-        ),
+    number, flag = "expected a finite number", "expected True or False"
+    for make, name, value, error, words in (
+        (DelayedScaling, "amax_history_len", 0, ValueError, "0; expected 1 or more"),
+        (DelayedScaling, "amax_history_len", 1.5, TypeError, "1.5; expected an int, 1 or more"),
+        (DelayedScaling, "margin", "a", TypeError, f"'a'; {number}"),
+        (DelayedScaling, "margin", True, TypeError, f"True; {number}"),
+        (DelayedScaling, "margin", None, TypeError, f"None; {number}"),
+        (DelayedScaling, "margin", float("nan"), TypeError, f"nan; {number}"),
+        (DelayedScaling, "margin", -2000, ValueError, "-2000; expected -126 to 126"),
+        (DelayedScaling, "margin", 10**400, ValueError, "1000"),
+        (DelayedScaling, "reduce_amax", "no", TypeError, f"'no'; {flag}"),
+        (DelayedScaling, "scaling_factor_compute_algo", 3, TypeError, "3; expected None or a call"),
+        (DelayedScaling, "amax_compute_algo", "mean", ValueError, "'mean'"),
+        (DelayedScaling, "fp8_format", "E5M2", TypeError, "'E5M2'; expected Format.E4M3 or Form"),
+        (CurrentScaling, "power_of_two", "no", TypeError, f"'no'; {flag}"),
+        (CurrentScaling, "amax_epsilon", -1.0, ValueError, "-1.0; expected 0 or more"),
+        (CurrentScaling, "amax_epsilon", float("nan"), ValueError, "nan; expected 0 or more"),
+        (CurrentScaling, "amax_epsilon", 1e39, ValueError, r"1e\+39; .*, and no more than float32"),
+        (CurrentScaling, "amax_epsilon", "0", TypeError, "'0'; expected a number that is 0 or mo"),
+        (BlockScaling, "power_of_two", 1, TypeError, f"1; {flag}"),
     ):
-        with pytest.raises(error, match=sentence):
-            make()
+        with pytest.raises(error, match=f"{name} is {words}"):
+            make(**{name: value})
+    for arguments, sentence in (
+        ({"enabled": CurrentScaling()}, "enabled is a CurrentScaling; .*, and a recipe as recipe="),
+        ({"recipe": "delayed"}, "recipe is a str; expected DelayedScaling"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            autocast.fp8_autocast(**arguments).__enter__()
 
 
 def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):

@@ -22,6 +22,21 @@ def device(anywhere: str) -> str:
 X = np.ones((3, 8), np.float32)
 
 
+AN_INT = "expected an int or one element of int64"
+WRONG_SEEDS = (
+    (2**64, "dropout_seed is 18446744073709551616; expected an int of 64 bits"),
+    (1.5, f"dropout_seed is 1.5; {AN_INT}"),
+    ("3", f"dropout_seed is '3'; {AN_INT}"),
+    (True, f"dropout_seed is True; {AN_INT}"),
+    (np.float64(3), rf"dropout_seed is .*3\.0.*; {AN_INT}"),
+    (np.bool_(True), f"dropout_seed is .*True.*; {AN_INT}"),
+    ([3], f"dropout_seed is a list; {AN_INT}"),
+    (np.ones(1), r"dropout_seed has shape \(1,\) and dtype float64; expected one element of int64"),
+    (np.ones(2, int), r"dropout_seed has shape \(2,\) and dtype int64; expected one element"),
+    (torch.ones(1, dtype=torch.int64), "dropout_seed is a torch tensor on cpu, input is a NumPy"),
+)
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
@@ -30,46 +45,7 @@ X = np.ones((3, 8), np.float32)
         ({"dropout_p": float("nan")}, "dropout_p is nan; expected a probability"),
         ({"dropout_p": True}, "dropout_p is True; expected a probability"),
         ({"dropout_p": "half"}, "dropout_p is 'half'; expected a probability"),
-        (
-            {"dropout_p": 0.5, "dropout_seed": 2**64},
-            "dropout_seed is 18446744073709551616; expected an int of 64 bits",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": 1.5},
-            "dropout_seed is 1.5; expected an int or one element of int64",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": "3"},
-            "dropout_seed is '3'; expected an int or one element of int64",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": True},
-            "dropout_seed is True; expected an int or one element of int64",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": np.float64(3)},
-            r"dropout_seed is .*3\.0.*; expected an int or one element of int64",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": np.bool_(True)},
-            "dropout_seed is .*True.*; expected an int or one element of int64",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": [3]},
-            "dropout_seed is a list; expected an int or one element of int64",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": np.ones(1)},
-            r"dropout_seed has shape \(1,\) and dtype float64; expected one element of int64",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": np.ones(2, int)},
-            r"dropout_seed has shape \(2,\) and dtype int64; expected one element",
-        ),
-        (
-            {"dropout_p": 0.5, "dropout_seed": torch.ones(1, dtype=torch.int64)},
-            "dropout_seed is a torch tensor on cpu, input is a NumPy",
-        ),
+        *(({"dropout_p": 0.5, "dropout_seed": seed}, words) for seed, words in WRONG_SEEDS),
         ({"row_scale": np.ones(4)}, r"row_scale has shape \(4,\); expected \(3,\)"),
         ({"row_scale": np.ones(3, int)}, "row_scale is of dtype int64; expected one of float16"),
         ({"row_scale": 2.0}, "row_scale is a float; expected a CuPy, torch or NumPy array"),

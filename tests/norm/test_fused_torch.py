@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from cupynorm.check.cases import NORMS
 from cupynorm.norm import cache
 
 torch = pytest.importorskip("torch")
-from fused_cases import DEVICES_HERE, random  # noqa: E402
+from fused_cases import random  # noqa: E402
 from torch.func import vmap  # noqa: E402
-from torch.library import opcheck  # noqa: E402
 
 from cupynorm.nn import operators as torch_ops  # noqa: E402, F401  (its operators)
 
@@ -312,80 +310,6 @@ def test_a_compiled_call_draws_its_seed(compile_anew):
         lambda x: cupynorm.layer_norm(x, 40, residual_dtype=torch.float32, return_residual=True)
     )(x)
     assert torch.equal(same[1], x) and torch.equal(same[0], cupynorm.layer_norm(x, 40))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "affine, residual, dropout_p", list(itertools.product((False, True), (False, True), (0.0, 0.5)))
-)
-@pytest.mark.parametrize("device", DEVICES_HERE)
-def test_operators_pass_opcheck(device, affine, residual, dropout_p):
-    x = random(3, 4, 5, dtype=torch.bfloat16).to(device).requires_grad_()
-    weight, bias = (
-        random(5, dtype=torch.float32).to(device).requires_grad_() if affine else None
-        for _ in range(2)
-    )
-    stream = random(3, 4, 5, dtype=torch.float32).to(device).requires_grad_() if residual else None
-    row_scale = random(3, 4, dtype=torch.float32).to(device) if affine else None
-    seed = torch.tensor([3], device=device) if dropout_p else None
-    for centered in (False, True):
-        forward = (
-            x,
-            weight,
-            bias,
-            stream,
-            weight,
-            bias,
-            row_scale,
-            seed,
-            [5],
-            0.1,
-            centered,
-            affine,
-            None,
-            torch.float32 if residual else None,
-            dropout_p,
-            affine,
-            residual,
-            0,
-            None,
-            None,
-            None,
-        )
-        opcheck(torch.ops.cupynorm.fused_norm_forward.default, forward)
-        y, mean, rstd, added, _ = (
-            made.detach() for made in torch.ops.cupynorm.fused_norm_forward(*forward)
-        )
-        for wanted in ((True, affine, affine, residual, affine, affine), (True, *[False] * 5)):
-            opcheck(
-                torch.ops.cupynorm.fused_norm_backward.default,
-                (
-                    torch.ones_like(y),
-                    torch.ones_like(y) if affine else None,
-                    added if added.numel() else x.detach(),
-                    mean if centered else None,
-                    rstd,
-                    weight,
-                    weight,
-                    None,
-                    row_scale,
-                    seed,
-                    None,
-                    [5],
-                    wanted,
-                    centered,
-                    affine,
-                    False,
-                    torch.float32,
-                    torch.float32,
-                    torch.bfloat16,
-                    torch.float32,
-                    dropout_p,
-                    0,
-                    None,
-                ),
-                test_utils=("test_schema", "test_faketensor"),
-            )
 
 
 def test_saved_tensors_may_be_packed():

@@ -6,6 +6,8 @@ dtype.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import cupynorm
@@ -51,59 +53,32 @@ def test_bytes_of_each_scaling(scaling, device):
 
 # Columns for which an H200 has tiles of 8-bit outputs: many packs per lane or thread, and next rows
 # fetched to registers or shared memory.
-WIDTHS = (
-    576,
-    704,
-    768,
-    1000,
-    1024,
-    2048,
-    2560,
-    3000,
-    5000,
-    7000,
-    7600,
-    9000,
-    11000,
-    13000,
-    14000,
-    15000,
-    17600,
-)
+WIDTHS = (576, 704, 768, 1000, 1024, 2048, 2560, 3000, 5000, 7000, 7600, 9000, 11000, 13000, 14000)
+WIDTHS += (15000, 17600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaling", SCALES)
-@pytest.mark.parametrize("num_cols", WIDTHS)
-def test_bytes_of_widths_with_tiles_for_8_bit_outputs(num_cols, scaling, device):
-    """One norm and dtype for each tile, in turns: most have the same."""
-    calls = [
-        (dtype, norm) for norm in ("layer_norm", "rms_norm") for dtype in ("bfloat16", "float16")
-    ]
-    first = (WIDTHS.index(num_cols) + SCALES.index(scaling)) % len(calls)
+@pytest.mark.parametrize("at, num_cols", [*enumerate(WIDTHS)])
+def test_bytes_of_widths_with_tiles_for_8_bit_outputs(at, num_cols, device):
+    """One scaling, norm and dtype for each tile and number of launches, by turns."""
+    calls = list(itertools.product(("layer_norm", "rms_norm"), ("bfloat16", "float16")))
     seen = set()
-    for dtype, norm in calls[first:] + calls[:first]:
-        centered = norm == "layer_norm"
-        fields = {"y": E4M3 if centered else E5M2, "weight": dtype, "amax": scaling == "given"}
-        problem = Problem(
-            "forward",
-            centered,
-            num_cols,
-            dtype,
-            Layout.of_new_arrays(num_cols),
-            bias=dtype if centered else None,
-            scaling=scaling,
-            **fields,
-        )
-        plan = make_plan(problem, GPUS["H200"], 3)
-        if (plan.strategy, plan.tile) in seen:
-            continue
-        seen.add((plan.strategy, plan.tile))
-        kind = getattr(torch, dtype)
-        x = random(3, num_cols, dtype=kind, device=device)
-        weight, bias = (random(num_cols, dtype=kind, seed=seed, device=device) for seed in (1, 2))
-        parameters = {"weight": weight, "bias": bias} if centered else {"weight": weight}
-        assert_exact(norm, x, scaling, fields["y"], **parameters)
+    for turn, scaling in enumerate(SCALES[at % 5 :] + SCALES[: at % 5]):
+        first = (at + turn) % len(calls)
+        for norm, dtype in calls[first:] + calls[:first]:
+            own = {"weight": dtype} | ({"bias": dtype} if norm == "layer_norm" else {})
+            y, layout = E4M3 if norm == "layer_norm" else E5M2, Layout.of_new_arrays(num_cols)
+            options = {"y": y, "scaling": scaling, "amax": scaling == "given", **own}
+            problem = Problem("forward", "bias" in own, num_cols, dtype, layout, **options)
+            plan = make_plan(problem, GPUS["H200"], 3)
+            kind = (plan.strategy, plan.tile, len(plan.launches))
+            if kind not in seen:
+                seen.add(kind)
+                x, *parameters = (
+                    random(*shape, dtype=getattr(torch, dtype), seed=seed, device=device)
+                    for seed, shape in enumerate([(3, num_cols), (num_cols,), (num_cols,)])
+                )
+                assert_exact(norm, x, scaling, y, **dict(zip(own, parameters)))
 
 
 @pytest.mark.slow

@@ -130,29 +130,6 @@ def test_of_returns_options_with_one_margin_unchanged():
     assert all(options.of(kind) is options for kind in Margins._fields)
 
 
-@pytest.mark.parametrize(
-    "given, error, words",
-    [
-        (("warps", None, None, 0), ValueError, "strategy is 'warps'"),
-        ((None, None, "one_pass", 0), ValueError, "statistics is 'one_pass'"),
-        ((None, [4, 32], None, 0), TypeError, "tile is a list"),
-        ((None, {"pack": 4}, None, 0), ValueError, "tile has fields pack"),
-        ((None, {**TILE, "pack_size": 4.0}, None, 0), ValueError, "tile has pack_size 4.0"),
-        ((None, {**TILE, "pack_size": True}, None, 0), ValueError, "tile has pack_size True"),
-        ((None, {**TILE, "path": "bus"}, None, 0), ValueError, "tile has path 'bus'"),
-        ((None, None, None, -1), ValueError, "sm_margin is -1"),
-        ((None, None, None, True), ValueError, "sm_margin is True"),
-        ((None, None, None, False), ValueError, "sm_margin is False"),
-        ((None, None, None, 0.0), ValueError, "sm_margin is 0.0"),
-        ((None, None, None, {"both": 1}), ValueError, "sm_margin has both"),
-        ((None, None, None, {"forward": -1}), ValueError, "sm_margin is -1"),
-    ],
-)
-def test_launch_options_name_the_argument_that_they_refuse(given, error, words):
-    with pytest.raises(error, match=words):
-        launch_options(*given)
-
-
 # quantization.
 
 
@@ -177,30 +154,6 @@ def test_a_scale_by_name_is_the_scaling(scaling):
 def test_quantization_makes_python_bools_of_numpy_bools():
     made = quantization("float8_e4m3fn", "tensor", None, np.True_, np.True_)
     assert made.power_of_two is True and made.transpose is True
-
-
-ONE = np.ones(1, np.float32)
-
-
-@pytest.mark.parametrize(
-    "given, error, words",
-    [
-        (("float32", ONE, None, False, False), TypeError, "^scale given with out_dtype float32"),
-        ((None, "row", ONE, False, False), TypeError, "^scale and amax given with out_dtype None"),
-        ((None, None, None, True, True), TypeError, "^power_of_two and transpose given"),
-        (("float8_e4m3fn", "col", None, False, False), ValueError, "scale is 'col'"),
-        (("float8_e4m3fn", "given", None, False, False), ValueError, "scale is 'given'"),
-        (("float8_e4m3fn", 2.0, None, False, False), TypeError, "scale is 2.0"),
-        (("float8_e4m3fn", "row", None, 1, False), TypeError, "power_of_two is 1"),
-        (("float8_e4m3fn", None, None, False, 1), TypeError, "transpose is 1"),
-        (("float8_e4m3fn", "row", ONE, False, False), ValueError, "amax was given"),
-        (("float8_e4m3fn", None, None, True, False), ValueError, "power_of_two was given"),
-        (("float8_e4m3fn", "row", None, False, True), ValueError, "transpose was given"),
-    ],
-)
-def test_quantization_names_the_argument_that_it_refuses(given, error, words):
-    with pytest.raises(error, match=words):
-        quantization(*given)
 
 
 # with_checked_options.
@@ -250,26 +203,6 @@ def test_checking_drops_the_name_of_a_scaling_and_keeps_an_array():
     assert (
         with_checked_options(forward_request(options=options, scale=scale)).operands.scale is scale
     )
-
-
-@pytest.mark.parametrize(
-    "options, seed, error, words",
-    [
-        ({"dropout_p": 1.5}, None, ValueError, "dropout_p is 1.5"),
-        ({"dropout_p": -0.1}, None, ValueError, "dropout_p is -0.1"),
-        ({"dropout_p": True}, None, ValueError, "dropout_p is True"),
-        ({"dropout_p": float("nan")}, None, ValueError, "dropout_p is nan"),
-        ({"dropout_p": 0.5}, 2**64, ValueError, "dropout_seed is 18446744073709551616"),
-        ({"dropout_p": 0.5}, -(2**63) - 1, ValueError, "dropout_seed is -9223372036854775809"),
-        ({"dropout_p": 0.5}, 1.0, TypeError, "dropout_seed is 1.0"),
-        ({"dropout_p": 0.5}, True, TypeError, "dropout_seed is True"),
-        ({"residual_dtype": "int32"}, None, TypeError, "residual_dtype is 'int32'"),
-    ],
-)
-def test_checking_names_the_option_that_it_refuses(options, seed, error, words):
-    request = forward_request(options=PLAIN._replace(**options), dropout_seed=seed)
-    with pytest.raises(error, match=words):
-        with_checked_options(request)
 
 
 # makes_sum and is_plain. The functions read which operands are there, not their values.

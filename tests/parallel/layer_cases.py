@@ -216,10 +216,7 @@ def run(case: Case, rank: int, problem: LinearProblem, call=None, **options) -> 
     results = gathered(results_of(layer, y, x))
     found = whole(case, all_own, results, bool(options.get("reduce_norm_gradients")))
     assert_right(
-        problem,
-        found,
-        without=("sum", "normalized"),
-        **allowed_besides(case, problem, all_own),
+        problem, found, without=("sum", "normalized"), **allowed_besides(case, problem, all_own)
     )
     return layer
 

@@ -84,12 +84,7 @@ def float64_input(case, rank):
 
 @for_main
 def a_checkpoint_runs_the_layer_again(case, rank):
-    run(
-        case,
-        rank,
-        problem_of(case),
-        lambda layer, x: checkpoint(layer, x, use_reentrant=False),
-    )
+    run(case, rank, problem_of(case), lambda layer, x: checkpoint(layer, x, use_reentrant=False))
 
 
 def compiled(layer, x):

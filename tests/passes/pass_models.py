@@ -178,11 +178,7 @@ MODELS = {
     "vit": (lambda: PreNorm(WIDTH, nn.LayerNorm), torch.float32, False),
     "bert": (lambda: PostNorm(WIDTH), torch.bfloat16, False),
     "bert_autocast": (lambda: PostNorm(WIDTH), torch.float32, True),
-    "llama": (
-        lambda: PreNorm(WIDTH, HuggingFaceRMSNorm, GatedMlp),
-        torch.bfloat16,
-        False,
-    ),
+    "llama": (lambda: PreNorm(WIDTH, HuggingFaceRMSNorm, GatedMlp), torch.bfloat16, False),
     "qwen3": (
         lambda: PreNorm(WIDTH, HuggingFaceRMSNorm, GatedMlp, head_norm=HuggingFaceRMSNorm),
         torch.bfloat16,

@@ -155,7 +155,7 @@ def test_wider_rows_never_get_an_earlier_strategy(device, dtype, direction):
     gpu = without_file(device)
     for step in (1, 8):
         ranks = []
-        for num_cols in np.unique(np.geomspace(step, 4e7, 400).astype(int) // step * step).tolist():
+        for num_cols in np.unique(np.geomspace(step, 4e7, 100).astype(int) // step * step).tolist():
             problem = replace(
                 problem_of(num_cols, dtype, direction), layout=Layout(step, contiguous=True)
             )
@@ -180,27 +180,8 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
         ("float64", None, "float32"),
         ("float64", "bfloat16", None),
     ):
-        widths = (
-            1,
-            2,
-            3,
-            7,
-            31,
-            33,
-            512,
-            768,
-            1000,
-            1023,
-            1024,
-            1025,
-            4100,
-            8191,
-            8192,
-            30001,
-            65536,
-            262144,
-            3000000,
-        )
+        widths = (1, 2, 3, 7, 31, 33, 512, 768, 1000, 1023, 1024, 1025, 4100, 8191, 8192, 30001)
+        widths += (65536, 262144, 3000000)
         for num_cols, num_rows in itertools.product(widths, (2000, 2**30)):
             made = plan(
                 num_cols,

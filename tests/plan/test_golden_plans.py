@@ -15,29 +15,8 @@ from cupynorm.norm.plans import plan
 FILE = Path(__file__).parents[1] / "data" / "golden_plans.csv"
 GPUS = ("A100", "RTX 4090", "H200", "B200")
 # Widths that begin on 16 bytes, on 8, and on single elements, narrow to wide.
-WIDTHS = (
-    1,
-    7,
-    33,
-    64,
-    127,
-    300,
-    392,
-    512,
-    768,
-    1000,
-    1024,
-    1025,
-    2048,
-    3072,
-    4097,
-    5120,
-    8192,
-    9000,
-    12288,
-    16384,
-)
-WIDTHS += (20484, 32768, 65536, 131072, 262144)
+WIDTHS = (1, 7, 33, 64, 127, 300, 392, 512, 768, 1000, 1024, 1025, 2048, 3072, 4097, 5120, 8192)
+WIDTHS += (9000, 12288, 16384, 20484, 32768, 65536, 131072, 262144)
 FEW_WIDTHS = (64, 127, 768, 1024, 4096, 5000, 8192, 12288, 16384, 32768, 65536)
 COLUMNS = ("device", "direction", "norm", "dtype", "options", "num_cols", "strategy", "tile")
 

@@ -115,6 +115,7 @@ def in_smem(problem: Problem, tile: Tile) -> Layouts:
 
 def in_registers(problem: Problem, tile: Tile) -> Layouts:
     strategy = "cluster" if tile.cluster_size > 1 else "block"
+    strategy = "uncached" if tile.path == "uncached" else strategy
     return Layouts(problem, tile, strategy, reduction(tile, DTYPES[problem.compute].cpp))
 
 
@@ -177,6 +178,9 @@ LAYOUTS = {
     "backward slices of float64": in_smem(backward(5001, "float64"), CLUSTER_SMEM),
     "row in registers": in_registers(forward(1536), REGISTERS),
     "row of float64 in registers": in_registers(backward(1536, "float64"), REGISTERS),
+    "row that is read again": in_registers(
+        backward(1 << 22, "float64"), Tile(2, 512, path="uncached")
+    ),
     "row in the registers of a cluster": in_registers(backward(12288), CLUSTER_REGISTERS),
 }
 

@@ -58,16 +58,8 @@ def test_paths_are_those_of_tile_cuh():
             Tile(8, 32, 4, path="ring"),
             "path 'ring'; expected one of registers, bundle for strategy 'warp'",
         ),
-        (
-            "block",
-            Tile(8, 128, 4, path="bundle"),
-            "path 'bundle'; expected one of registers, smem",
-        ),
-        (
-            "uncached",
-            Tile(8, 128, path="smem"),
-            "path 'smem'; expected one of uncached for",
-        ),
+        ("block", Tile(8, 128, 4, path="bundle"), "path 'bundle'; expected one of registers, smem"),
+        ("uncached", Tile(8, 128, path="smem"), "path 'smem'; expected one of uncached for"),
         (
             "block",
             Tile(8, 128, 1, stages=2, path="registers"),
