@@ -3,8 +3,7 @@
 One or two rows: cuda_src/norm_linear_few.cu, 3 to 16: norm_linear_several.cu. Both normalise the
 rows, or their sums with a residual, in shared memory, and read the weight once. With fused="kernel"
 they compute what they can, by default what they are measured to be faster at: calls without
-gradients of is_faster in plan.few_products and plan.several_products. Other calls take the plain
-path.
+gradients that plan.product_choice chooses. Other calls take the plain path.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
 from ..norm.prepared import FOR_Y
-from ..plan import few_products, several_products
-from ..plan.few_products import FewRowsProblem
+from ..plan import few_products, product_choice, several_products
+from ..plan.products import NormLinearProblem
 from .call import LinearCall, check_eps
 
 
@@ -33,7 +32,7 @@ class FewRowsLaunch(NamedTuple):
 
 
 def _several_words(
-    problem: FewRowsProblem,
+    problem: NormLinearProblem,
     plan: several_products.SeveralRowsPlan,
     eps: float,
     addresses: tuple[int, ...],
@@ -62,11 +61,11 @@ def _prepared(
     """
     device = launch.device(device_index)
     names = [None if each is None else name_of(each) for each in dtypes]
-    problem = FewRowsProblem(*sizes, *names, *flags)
+    problem = NormLinearProblem(*sizes, *names, *flags)
     planner = few_products if sizes[0] <= few_products.MOST_ROWS else several_products
-    if planner.why_not(device, problem.dtype, sizes) is not None:
+    if if_faster and not product_choice.choose(device, problem).takes_kernel:
         return None
-    if if_faster and not planner.is_faster(device, sizes):
+    if planner.why_not(device, problem.dtype, sizes) is not None:
         return None
     if planner is few_products:
         plan = few_products.few_launch(device, problem)

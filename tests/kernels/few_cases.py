@@ -22,7 +22,8 @@ from cupynorm.check.allowed import half_ulp
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.dtypes import decode, encode
 from cupynorm.gpu.tensor_maps import map_on_cpu, tensor_map
-from cupynorm.plan.few_products import FewRowsProblem, few_launch, few_words
+from cupynorm.plan.few_products import few_launch, few_words
+from cupynorm.plan.products import NormLinearProblem
 from cupynorm.plan.several_products import several_launch, several_words
 
 Parts = tuple[np.ndarray, np.ndarray]
@@ -36,13 +37,15 @@ def split(problem: ProductProblem) -> tuple[ProductProblem, Parts]:
     return replace(problem, x=added), parts
 
 
-def planned(problem: ProductProblem) -> FewRowsProblem:
+def planned(problem: ProductProblem) -> NormLinearProblem:
     of_norm = [
         None if each is None else problem.norm_dtype
         for each in (problem.norm_weight, problem.norm_bias)
     ]
     sizes = (*problem.x.shape, len(problem.weight))
-    return FewRowsProblem(*sizes, problem.dtype, *of_norm, problem.centered, problem.zero_centered)
+    return NormLinearProblem(
+        *sizes, problem.dtype, *of_norm, problem.centered, problem.zero_centered
+    )
 
 
 def run(
