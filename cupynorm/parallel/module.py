@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..linear.call import LinearCall, Operands
+from ..linear.call import LinearCall, Operands, is_fused
 from ..linear.fp8 import RegionCall
 from ..linear.function import check_call
 from ..linear.matrices import as_rows
@@ -50,7 +50,7 @@ class LayerNormLinear(OneRank):
         self.sequence_parallel = bool(given["sequence_parallel"]) and size > 1
         self.reduce_norm_gradients = given["reduce_norm_gradients"]
         is_shared = size > 1 and mode is not None
-        if is_shared and mode == "row" and given["fused"] is not None:
+        if is_shared and mode == "row" and is_fused(given["fused"]):
             raise ValueError(
                 f"fused is {given['fused']!r} and tp_size is {size} with parallel_mode='row'; "
                 "expected fused=None, because a rank has no whole rows"
@@ -176,7 +176,7 @@ class LayerNormLinear(OneRank):
             and traced.IS_KNOWN
             and isinstance(inp, Tensor)
             and self.tp_group is not None
-            and self.fused is None
+            and not is_fused(self.fused)
             and self._overlaps == Overlaps()
             and not self.fuse_wgrad_accumulation
             and not self.delay_wgrad_compute

@@ -24,7 +24,10 @@ from linear_cases import (  # noqa: E402
     rms_off,
 )
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 from cupynorm import LayerNormLinear  # noqa: E402
+from cupynorm.linear import fold as folding  # noqa: E402
 from cupynorm.linear import one_kernel  # noqa: E402
 from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_options  # noqa: E402
 
@@ -63,9 +66,9 @@ def test_it_has_no_normalized_tensor():
         ("H200", "bfloat16", (1024, 4096, 8192), None),
         ("A100", "bfloat16", (9, 64, 64), "is for compute capability 9.0; A100 has another"),
         ("H200", "float32", (9, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
-        ("H200", "bfloat16", (9, 60, 64), "needs multiples of 8; in_features is 60"),
-        ("H200", "bfloat16", (9, 64, 60), "needs multiples of 8; out_features is 60"),
-        ("H200", "bfloat16", (2**31, 64, 64), "at most 2147483647 rows; the input has 2147483648"),
+        ("H200", "bfloat16", (9, 60, 64), "multiples of 8 up to 2147483647; in_features is 60"),
+        ("H200", "bfloat16", (9, 64, 60), "a multiple of 8 outputs; out_features is 60"),
+        ("H200", "bfloat16", (2**31, 64, 64), "1 to 2147483647 rows; the input has 2147483648"),
         ("H200", "bfloat16", (1023, 64, 8192), "slower for less than 8388608 results; 1023 x 8192"),
     ],
     ids=str,
@@ -90,6 +93,144 @@ def test_reasons_of_a_call_on_a_cpu():
     x, weight = torch.ones(3, 8), torch.ones(8, 8)
     given = LinearCall(Operands(x, None, None, None, (weight,), ()), options_of(x.dtype))
     assert "on a GPU" in one_kernel.why_not(given) and one_kernel.folds(given) is None
+
+
+# The default.
+
+LAUNCH = launch_options(0)
+DEFAULT = LinearOptions(True, 1e-5, False, False, False, None, LAUNCH, torch.bfloat16)
+
+
+def default_call(num_rows=16384, in_features=1024, out_features=2048, **options):
+    """A call on a GPU that may not be there: its tensors have no memory."""
+    with FakeTensorMode():
+        x = torch.empty(num_rows // 8, 8, in_features, dtype=torch.bfloat16, device="cuda")
+        parts = [x.new_empty(out_features // 2, in_features) for _ in range(2)]
+        norm = [x.new_empty(in_features) for _ in range(2)]
+        residual = x.new_empty(x.shape) if options.pop("residual", False) else None
+    return LinearCall(Operands(x, residual, *norm, parts, ()), DEFAULT._replace(**options))
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """What a call on an H200 takes, as far as its sizes and options say."""
+    monkeypatch.setattr(one_kernel.launch, "device", lambda index: DEVICES["H200"])
+    monkeypatch.setattr(one_kernel, "why_not", lambda call: None)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"num_rows": 8184}, "8192 rows or more"),
+        ({"out_features": 8192}, "fewer than 4 for each output"),
+        ({"in_features": 4096}, "in_features is 4096"),
+        ({"return_normalized": True}, "asks for the normalised tensor"),
+        ({"save_normalized": True}, "asks for the normalised tensor"),
+        ({"residual": True}, "also adds the residual"),
+        ({"launch": launch_options({"forward": 8})}, "leaves some multiprocessors free"),
+        ({"launch": launch_options(8)}, "leaves some multiprocessors free"),
+        ({"has_norm": False}, "there is no norm"),
+    ],
+    ids=str,
+)
+def test_default_of_a_call(options, reason):
+    call = default_call(**options)
+    found = one_kernel.why_not_by_default(call)
+    assert found is None if reason is None else reason in found
+    assert one_kernel.computes(call) is (reason is None)
+    assert one_kernel.folds(call) is None  # so that no fold is cached
+
+
+@pytest.mark.usefixtures("h200")
+def test_default_of_a_call_that_the_kernel_cannot_take(monkeypatch):
+    monkeypatch.setattr(one_kernel, "why_not", lambda call: "the kernel needs contiguous tensors")
+    assert one_kernel.why_not_by_default(default_call()) == "the kernel needs contiguous tensors"
+    assert not one_kernel.computes(default_call())
+
+
+@pytest.fixture
+def by_folds(monkeypatch):
+    """The default as the kernel computes it, on a CPU. The list has the weight of each fold."""
+    folded_weights = []
+
+    def forward(call, folded):
+        assert folded is None, "a default call was given a fold that was made before"
+        x, options = call.operands.input, call.options
+        mean = x.mean(-1)
+        rstd = (x.var(-1, correction=0) + options.eps).rsqrt()
+        made = folding.fold_call(call)
+        folded_weights.append(made.weight)
+        return folding.project_folded(x, mean, rstd, made), mean, rstd, x
+
+    monkeypatch.setattr(one_kernel, "computes", lambda call: call.options.fused is None)
+    monkeypatch.setattr(one_kernel, "forward", forward)
+    return folded_weights
+
+
+def test_default_folds_in_each_call_and_keeps_nothing(by_folds):
+    """So it follows what is written to weight.data, which a cached fold does not."""
+    module, x = LayerNormLinear(24, 16, **CPU), torch.randn(5, 24)
+    kept = len(folding._cache)
+    with torch.no_grad():
+        first = module(x)
+        module.weight.data.mul_(2)
+        module.bias.data.add_(3)
+        torch.testing.assert_close(module(x), first * 2 + 3)
+        for is_first in (True, False, None):
+            module(x, is_first_microbatch=is_first)
+    module(x).sum().backward()
+    assert len(by_folds) == 6 and len({each.data_ptr() for each in by_folds}) == 6
+    assert module._folded is None and len(folding._cache) == kept
+
+
+LAYERS = ({}, {"main_grad": True}, {"microbatch": True}, {"parameters_split": ("q", "k")})
+
+
+@pytest.mark.parametrize("way", LAYERS, ids=str)
+def test_gradients_of_the_default_are_those_of_the_plain_path(by_folds, way):
+    """They are made of x, mean and rstd. y differs: it is that of the kernel."""
+    accumulates, is_first = way.get("main_grad", False), way.get("microbatch")
+    split = {name: value for name, value in way.items() if name == "parameters_split"}
+    options = {**split, "fuse_wgrad_accumulation": accumulates, **CPU}
+    modules = [LayerNormLinear(24, 16, fused=each, **options) for each in (None, "plain")]
+    modules[1].load_state_dict(modules[0].state_dict())
+    x, found = torch.randn(5, 24), []
+    for module in modules:
+        rows = x.clone().requires_grad_()
+        for weight in module._weights() if accumulates else ():
+            weight.main_grad = torch.zeros(weight.shape)
+        y = module(rows, is_first_microbatch=is_first)
+        y.square().sum().backward()
+        weights = [each.main_grad if accumulates else each.grad for each in module._weights()]
+        biases = [each.grad for each in module._biases()]
+        of_norm = [module.layer_norm_weight.grad, module.layer_norm_bias.grad]
+        found.append((y, rows.grad, *weights, *biases, *of_norm))
+    assert len(by_folds) == 1
+    for ours, plain in zip(*found):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_double_backward_of_the_default(by_folds):
+    given = [torch.randn(*each, dtype=torch.float64) for each in ((3, 8), (8,), (8,), (4, 8), (4,))]
+    given = [each.requires_grad_() for each in given]
+    assert torch.autograd.gradgradcheck(cupynorm.layer_norm_linear, given)
+    assert by_folds
+
+
+def test_plain_names_the_plain_path(by_folds):
+    """With it the normalised tensor can be returned and saved."""
+    module = LayerNormLinear(24, 16, fused="plain", return_layernorm_output=True, **CPU)
+    x = torch.randn(5, 24)
+    y, normalized = module(x)
+    assert torch.equal(y, torch.nn.functional.linear(normalized, module.weight, module.bias))
+    module = LayerNormLinear(24, 16, fused="plain", save_normalized=True, **CPU)
+    assert module.linear_options(torch.float32).save_normalized
+    assert "fused='plain'" in repr(module) and not by_folds
+    with pytest.raises(ValueError, match="fused is 'plane'; expected None, 'plain', 'fold' or"):
+        LayerNormLinear(8, 8, fused="plane", **CPU)
 
 
 # On a GPU.
