@@ -39,8 +39,8 @@ struct RowSums {
   }
 };
 
-// A constant row has rstd 1/sqrt(eps), which would multiply the rounding errors of its products. They
-// are multiplied by this instead, so that y is the bias.
+// A constant row has rstd 1/sqrt(eps), which would multiply the rounding errors of its products.
+// They are multiplied by this instead, so that y is the bias.
 constexpr float scale_of_constant_row = 0x1p-64f;
 
 // scale: what the products are multiplied by.
@@ -50,8 +50,7 @@ struct FoundRow {
 
 // By the lanes of a row, together with all others of the warp: its mean and rstd.
 template <bool centered, class T>
-__device__ __forceinline__ FoundRow statistics_of(const T* row, long long num_cols,
-                                                              double eps) {
+__device__ __forceinline__ FoundRow statistics_of(const T* row, long long num_cols, double eps) {
   constexpr int step = lanes_of_row * 8;
   RowSums<T, centered> row_sums;
   const int own = threadIdx.x % lanes_of_row * 8;

@@ -25,23 +25,23 @@ from .call import LinearCall, check_eps
 
 
 class FewRowsLaunch(NamedTuple):
-    """A loaded kernel. words: its argument struct, from the addresses of few_words."""
+    """A loaded kernel. words: its argument struct, from the addresses of weight and rows_words."""
 
     enqueue: Callable[[int, tuple], None]
-    words: Callable[[tuple[int, ...]], tuple[int | float, ...]]
+    words: Callable[[int, tuple[int, ...]], tuple[int | float, ...]]
 
 
 def _several_words(
     problem: NormLinearProblem,
     plan: several_products.SeveralRowsPlan,
     eps: float,
+    weight: int,
     addresses: tuple[int, ...],
 ) -> tuple[int | float, ...]:
     _, in_features, out_features, dtype, *_ = problem
     row_bytes = in_features * 2
-    weight = tensor_map(addresses[3], out_features, in_features, row_bytes, dtype, plan.loaded)
-    addresses = (*addresses[:3], *addresses[4:])
-    return several_products.several_words(weight, addresses, problem, plan, eps)
+    tiles = tensor_map(weight, out_features, in_features, row_bytes, dtype, plan.loaded)
+    return several_products.several_words(tiles, addresses, problem, plan, eps)
 
 
 @lru_cache(maxsize=1024)
@@ -140,7 +140,8 @@ def forward(
         if purpose != FOR_Y:
             rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
             mean = torch.empty_like(rstd) if options.centered else None
-        tensors = (x, residual, added, weight, bias, norm_weight, norm_bias, y, mean, rstd)
+        tensors = (x, residual, added, bias, norm_weight, norm_bias, y, mean, rstd)
         addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
-        found.enqueue(arrays.library(x)(device_index).stream(), found.words(addresses))
+        words = found.words(weight.data_ptr(), addresses)
+        found.enqueue(arrays.library(x)(device_index).stream(), words)
     return y, mean, rstd, x if residual is None else added

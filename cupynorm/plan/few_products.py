@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .devices import Device
 from .instances import Kernel, Launch, cpp_bool, cpp_names
 from .problem import Tile, ceil_div
-from .products import Limits, NormLinearProblem
+from .products import Limits, NormLinearProblem, rows_words
 
 SOURCE = "norm_linear_few.cu"
 # The integers of cuda_src/product/weight_units.cuh.
@@ -74,11 +74,11 @@ def few_launch(device: Device, problem: NormLinearProblem) -> FewRowsPlan:
 
 
 def few_words(
-    addresses: tuple[int, ...], problem: NormLinearProblem, plan: FewRowsPlan, eps: float
+    weight: int,
+    addresses: tuple[int, ...],
+    problem: NormLinearProblem,
+    plan: FewRowsPlan,
+    eps: float,
 ) -> tuple[int | float, ...]:
-    """The argument struct of norm_linear_few.cu.
-
-    addresses: of x, residual, sum, weight, bias, norm_weight, norm_bias, y, mean and rstd; 0 for
-    those absent.
-    """
-    return *addresses, *problem[1:3], plan.outputs_of_block, float(eps)
+    """The argument struct of norm_linear_few.cu. weight: its address. addresses: of rows_words."""
+    return *rows_words(addresses, problem, eps), weight, plan.outputs_of_block

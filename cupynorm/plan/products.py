@@ -53,6 +53,17 @@ class NormLinearProblem(NamedTuple):
         return self[:3]
 
 
+def rows_words(
+    addresses: tuple[int, ...], problem: NormLinearProblem, eps: float
+) -> tuple[int | float, ...]:
+    """The struct NormLinearRows of cuda_src/product/normalized_packs.cuh.
+
+    addresses: of x, residual, sum, bias, norm_weight, norm_bias, y, mean and rstd; 0 for those
+    absent.
+    """
+    return *addresses, *problem.sizes, float(eps)
+
+
 class Limits(NamedTuple):
     """What a kernel of a norm and a product takes.
 
@@ -146,6 +157,11 @@ def product_launch(
     return ProductPlan(launch, strips_at_a_time or max(num_clusters // _COLUMNS_AT_A_TIME, 1))
 
 
+def aligned(words: tuple[int | float, ...]) -> tuple[int | float, ...]:
+    """The words and as many of 0 as a tensor map or the end of its struct needs: to 64 bytes."""
+    return *words, *[0] * (-len(words) % 8)
+
+
 def product_words(
     maps: tuple[tuple[int, ...], ...],
     addresses: tuple[int, ...],
@@ -158,15 +174,10 @@ def product_words(
     maps: tensor maps of x, the folded weight, the terms of columns. addresses: of x, y, mean, rstd,
     and of num_rows + 1 words of 0. sizes: num_rows, in_features, out_features.
     """
-    words = (
-        *(word for each in maps for word in each),
-        *addresses,
-        addresses[-1] + 8,
-        *sizes,
-        strips_at_a_time,
-        float(eps),
+    maps_words = (word for each in maps for word in each)
+    return aligned(
+        (*maps_words, *addresses, addresses[-1] + 8, *sizes, strips_at_a_time, float(eps))
     )
-    return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
 
 
 def folded_rows(out_features: int) -> int:

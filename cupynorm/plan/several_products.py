@@ -10,7 +10,7 @@ from .devices import Device
 from .few_products import MOST_ROWS as ROWS_OF_FEW
 from .instances import Kernel, Launch, cpp_bool, cpp_names
 from .problem import Tile, ceil_div
-from .products import STEP_COLS, Limits, NormLinearProblem
+from .products import STEP_COLS, Limits, NormLinearProblem, aligned, rows_words
 
 SOURCE = "norm_linear_several.cu"
 # The integers of cuda_src/product/several_memory.cuh.
@@ -107,8 +107,6 @@ def several_words(
 ) -> tuple[int | float, ...]:
     """The argument struct of norm_linear_several.cu.
 
-    weight: its tensor map. addresses: of x, residual, sum, bias, norm_weight, norm_bias, y, mean
-    and rstd; 0 for those absent.
+    weight: its tensor map. addresses: of rows_words.
     """
-    words = (*weight, *addresses, *problem[:3], *plan[1:], float(eps))
-    return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
+    return aligned((*aligned(rows_words(addresses, problem, eps)), *weight, *plan[1:]))

@@ -23,7 +23,6 @@ from linear_cases import (  # noqa: E402
     recorded,
     rms_off,
 )
-
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
