@@ -59,8 +59,6 @@ def why_not_by_default(call: LinearCall) -> str | None:
         return "there is no norm"
     if options.return_normalized or options.save_normalized:
         return "the call asks for the normalised tensor, which the kernel does not make"
-    if residual is not None:
-        return "the kernel of the plain path also adds the residual"
     if options.launch.sm_margin:
         return "the call leaves some multiprocessors free, and the kernel needs all"
     num_cols = x.shape[-1]
@@ -74,7 +72,8 @@ def why_not_by_default(call: LinearCall) -> str | None:
         options.centered,
         options.zero_centered_weight,
     )
-    choice = product_choice.choose(launch.device(x.get_device()), problem)
+    device, has_residual = launch.device(x.get_device()), residual is not None
+    choice = product_choice.choose(device, problem, residual=has_residual)
     return why_not(call) if choice.takes_kernel else choice.reason
 
 

@@ -25,11 +25,15 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(device: Device, problem: NormLinearProblem, *, gradients: bool = False) -> Choice:
-    """The default of a call, fused=None. gradients: whether the call needs any."""
+def choose(
+    device: Device, problem: NormLinearProblem, *, gradients: bool = False, residual: bool = False
+) -> Choice:
+    """The default of a call, fused=None. gradients, residual: whether the call has any."""
     num_rows = problem.num_rows
     if num_rows > several_products.MOST_ROWS:
         reason = products.why_not(device, problem.dtype, problem.sizes)
+        if reason is None and residual:
+            reason = "the norm's kernel on the plain path also adds the residual"
         reason = reason or _why_not_folded(problem)
         source = "norm_linear.cu, with a fold in each call,"
     else:

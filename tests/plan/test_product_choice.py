@@ -9,11 +9,11 @@ from cupynorm.plan.product_choice import choose
 from cupynorm.plan.products import NormLinearProblem
 
 
-def choice(device, sizes, dtype="bfloat16", *, norm="layer_norm", own=None, gradients=False):
+def choice(device, sizes, dtype="bfloat16", *, norm="layer_norm", own=None, **options):
     """own: the dtype of the norm's parameters, by default that of x."""
     own, centered = own or dtype, norm == "layer_norm"
     problem = NormLinearProblem(*sizes, dtype, own, own if centered else None, centered, False)
-    return choose(DEVICES[device], problem, gradients=gradients)
+    return choose(DEVICES[device], problem, **options)
 
 
 # As before many rows had a kernel by default.
@@ -85,6 +85,7 @@ def test_many_rows_take_the_kernel(device, sizes):
         ((65536, 1024, 1024), {"dtype": "float16"}, "cost accuracy in float16"),
         ((65536, 4096, 1024), {}, "large means cost accuracy with more than 2048 columns"),
         ((65536, 1024, 1024), {"norm": "rms_norm"}, "rounds norm weights of bfloat16"),
+        ((65536, 1024, 1024), {"residual": True}, "also adds the residual"),
     ],
     ids=str,
 )
