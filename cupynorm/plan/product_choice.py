@@ -15,7 +15,7 @@ from .products import NormLinearProblem
 FEWEST_ROWS = 2**13
 _ROWS_OF_OUTPUT, _LEAST_RESULTS = 4, 2**25
 # Beyond, rounded sums of a row with a mean of 1000 standard deviations cost more than 10 %.
-_MOST_CENTERED_COLS = 2048
+MOST_CENTERED_COLS = 2048
 
 
 class Choice(NamedTuple):
@@ -58,9 +58,9 @@ def _why_not_folded(problem: NormLinearProblem) -> str | None:
     num_rows, in_features, out_features = problem.sizes
     if problem.dtype != "bfloat16":
         return f"large means and small norm weights cost accuracy in {problem.dtype}"
-    if problem.centered and in_features > _MOST_CENTERED_COLS:
+    if problem.centered and in_features > MOST_CENTERED_COLS:
         return (
-            f"large means cost accuracy with more than {_MOST_CENTERED_COLS} columns; "
+            f"large means cost accuracy with more than {MOST_CENTERED_COLS} columns; "
             f"in_features is {in_features}"
         )
     if not problem.centered and problem.norm_weight == problem.dtype:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from linear_bounds import assert_right, draw
 
 import cupynorm
-from cupynorm.plan import products
+from cupynorm.check.activations import read
+from cupynorm.plan import product_choice, products
 from cupynorm.plan.devices import DEVICES
 
 torch = pytest.importorskip("torch")
@@ -292,3 +294,112 @@ def test_what_does_not_fit_takes_the_plain_path():
         part = weight[:, : each.shape[1]].contiguous().to(each.dtype)
         made = cupynorm.rms_norm_linear(each, None, part, fused="kernel")
         assert torch.equal(made, cupynorm.rms_norm_linear(each, None, part))
+
+
+ROWS, OUT = 16384, 2048  # enough for the default
+
+
+@pytest.fixture
+def takes_kernel():
+    name = torch.cuda.get_device_name()
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"the default of {name} is the plain path")
+
+
+def rows_of(kind, num_cols):
+    """Rows in float32 on a GPU: what they are, or their mean in standard deviations."""
+    draw = partial(torch.randn, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    x = draw(ROWS, num_cols)
+    if kind == "outliers":
+        x[:, 3] += 36
+        x[:, num_cols // 2] *= -60
+        x[::7, 5] = 500
+    elif kind == "constant rows":
+        x = (x[:, :1] * 1000).expand(ROWS, num_cols).contiguous()
+    elif kind != "random":
+        x += kind
+    return x
+
+
+def real_layer():
+    """x, norm_weight and norm_bias of a pretrained encoder, in float32, and their eps."""
+    layer = list(read(Path(__file__).parents[1] / "data" / "minilm_layer_norms.npz"))[0]
+    rows = np.resize(layer.x, (ROWS, layer.x.shape[1]))
+    on_gpu = partial(torch.tensor, dtype=torch.float32, device="cuda")
+    return *map(on_gpu, (rows, layer.weight, layer.bias)), layer.eps
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("takes_kernel")
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ("random", 64, 1000, "outliers", "constant rows", "real"))
+def test_default_is_as_exact_as_the_plain_path(kind, monkeypatch):
+    """The error of y is at most 1.1 times the plain path's."""
+    calls, forward = [], one_kernel.forward
+    monkeypatch.setattr(one_kernel, "forward", lambda *given: calls.append(1) or forward(*given))
+    num_cols, eps = product_choice.MOST_CENTERED_COLS, 1e-5
+    if kind == "real":
+        x, norm_weight, norm_bias, eps = real_layer()
+        num_cols = x.shape[1]
+    else:
+        x = rows_of(kind, num_cols)
+        norm_weight, norm_bias = torch.randn(2, num_cols, device="cuda") / 2
+        norm_weight += 1
+    weight = torch.randn(OUT, num_cols, device="cuda") * num_cols**-0.5
+    given = [each.bfloat16() for each in (x, norm_weight, norm_bias, weight, weight[:, 0] * 20)]
+    made, plain = (cupynorm.layer_norm_linear(*given, eps, fused=each) for each in (None, "plain"))
+    x, norm_weight, norm_bias, *linear = (each.double() for each in given)
+    normalized = torch.nn.functional.layer_norm(x, (num_cols,), norm_weight, norm_bias, eps)
+    exact = torch.nn.functional.linear(normalized, *linear)
+    assert (made - exact).norm() <= 1.1 * (plain - exact).norm() and len(calls) == 1
+
+
+@pytest.fixture
+def layer(takes_kernel):
+    """A layer and its input. The second of both is that of the plain path."""
+    torch.manual_seed(0)
+    options = {"params_dtype": torch.bfloat16}
+    made = [LayerNormLinear(1024, OUT, fused=fused, **options) for fused in (None, "plain")]
+    made[1].load_state_dict(made[0].state_dict())
+    return *made, torch.randn(ROWS, 1024, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_default_follows_writes_and_keeps_no_memory(layer):
+    module, plain, x = layer
+    with torch.no_grad():
+        y = module(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        module.weight.data.mul_(2)
+        plain.weight.data.mul_(2)
+        again = module(x)
+        assert torch.cuda.memory_allocated() - before == again.nbytes
+        assert torch.equal(again, 2 * y) and not torch.equal(again, plain(x))
+        assert (again - plain(x)).norm() <= 2**-7 * again.norm()
+        assert_replays_see_new_values(module, x)
+
+
+@pytest.mark.gpu
+def test_gradients_of_the_default(layer):
+    module, plain, x = layer
+    dy, found = torch.randn(ROWS, OUT, device="cuda", dtype=torch.bfloat16), []
+    for each in (module, plain):
+        rows = x.clone().requires_grad_()
+        y = each(rows)
+        y.backward(dy)
+        found.append((y, rows.grad, *(parameter.grad for parameter in each.parameters())))
+    assert not torch.equal(found[0][0], found[1][0])
+    for ours, theirs in zip(*found):
+        assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
+
+
+@pytest.mark.gpu
+def test_compiled_calls_take_the_same_default(layer):
+    """As one operator, which chooses when it runs."""
+    module, _, x = layer
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), module(x))
+    rows = x.clone().requires_grad_()
+    assert torch.equal(compiled(rows), module(x))
