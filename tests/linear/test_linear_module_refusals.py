@@ -107,7 +107,7 @@ from cupynorm import LayerNormLinear  # noqa: E402
             TypeError,
             "expected sizes that are numbers of rows",
         ),
-        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None, 'fold' or 'kernel'"),
+        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None, 'plain', 'fold' or"),
         (
             {"fused": "fold", "return_layernorm_output": True},
             ValueError,
