@@ -52,6 +52,15 @@ def why_not(call: LinearCall) -> str | None:
     return None
 
 
+def _has_ranks() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
 def why_not_by_default(call: LinearCall) -> str | None:
     """Why a call with fused=None takes the plain path, as a sentence, or None."""
     (x, residual, norm_weight, norm_bias, weights, _), options = call
@@ -61,6 +70,10 @@ def why_not_by_default(call: LinearCall) -> str | None:
         return "the call asks for the normalised tensor, which the kernel does not make"
     if options.launch.sm_margin:
         return "the call leaves some multiprocessors free, and the kernel needs all"
+    if _has_ranks():
+        return (
+            "the collectives of several ranks may occupy multiprocessors, and the kernel needs all"
+        )
     num_cols = x.shape[-1]
     if not x.is_cuda or x.numel() < product_choice.FEWEST_ROWS * num_cols:
         return f"the default needs a GPU, and {product_choice.FEWEST_ROWS} rows or more"

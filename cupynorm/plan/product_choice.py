@@ -4,18 +4,19 @@ Pure Python, no GPU needed.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from . import few_products, products, several_products
 from .devices import Device
 from .products import NormLinearProblem
 
-# Of norm_linear.cu by default, where it folds the weight in each call: docs/experiments.md, The
-# norm inside the product.
+# Of norm_linear.cu by default, with a fold in each call: docs/experiments.md, The norm inside the
+# product. With fewer products the host, which enqueues more, could be slower than the GPU.
 FEWEST_ROWS = 2**13
-_ROWS_OF_OUTPUT, _LEAST_RESULTS = 4, 2**25
-# Beyond, rounded sums of a row with a mean of 1000 standard deviations cost more than 10 %.
-MOST_CENTERED_COLS = 2048
+_ROWS_OF_OUTPUT, _FEWEST_OUTPUTS, _FEWEST_PRODUCTS, _MOST_COLS = 4, 2**10, 2**36, 4096
+# LayerNorm's. Where means have 1000 standard deviations, sums of more columns cost more than 10%.
+MOST_CENTERED_COLS = 3072
 
 
 class Choice(NamedTuple):
@@ -55,7 +56,7 @@ def _sizes_of(problem: NormLinearProblem) -> str:
 
 def _why_not_folded(problem: NormLinearProblem) -> str | None:
     """Why norm_linear.cu is slower with a fold in each call, or less exact, or None."""
-    num_rows, in_features, out_features = problem.sizes
+    num_rows, in_features, out_features = sizes = problem.sizes
     if problem.dtype != "bfloat16":
         return f"large means and small norm weights cost accuracy in {problem.dtype}"
     if problem.centered and in_features > MOST_CENTERED_COLS:
@@ -68,14 +69,16 @@ def _why_not_folded(problem: NormLinearProblem) -> str | None:
             "in rows that are nearly constant the plain path rounds norm weights of "
             f"{problem.dtype} to themselves, so it is more exact"
         )
+    if in_features > _MOST_COLS:
+        return f"a fold in each call was measured up to {_MOST_COLS} columns, not {in_features}"
     if num_rows < max(FEWEST_ROWS, _ROWS_OF_OUTPUT * out_features):
         return (
             f"a fold in each call is slower with fewer than {FEWEST_ROWS} rows, or fewer than "
             f"{_ROWS_OF_OUTPUT} for each output; {num_rows} rows have {out_features}"
         )
-    if num_rows * out_features < _LEAST_RESULTS:
+    if out_features < _FEWEST_OUTPUTS or math.prod(sizes) < _FEWEST_PRODUCTS:
         return (
-            f"a fold in each call is slower for less than {_LEAST_RESULTS} results; "
-            f"{num_rows} x {out_features} are fewer"
+            f"a fold in each call is slower with fewer than {_FEWEST_OUTPUTS} outputs or "
+            f"{_FEWEST_PRODUCTS} products, which {_sizes_of(problem)} has"
         )
     return None

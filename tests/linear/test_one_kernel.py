@@ -102,7 +102,7 @@ LAUNCH = launch_options(0)
 DEFAULT = LinearOptions(True, 1e-5, False, False, False, None, LAUNCH, torch.bfloat16)
 
 
-def default_call(num_rows=16384, in_features=1024, out_features=2048, **options):
+def default_call(num_rows=16384, in_features=2048, out_features=2048, **options):
     """A call on a GPU that may not be there: its tensors have no memory."""
     with FakeTensorMode():
         x = torch.empty(num_rows // 8, 8, in_features, dtype=torch.bfloat16, device="cuda")
@@ -142,6 +142,16 @@ def test_default_of_a_call(options, reason):
     assert found is None if reason is None else reason in found
     assert one_kernel.computes(call) is (reason is None)
     assert one_kernel.folds(call) is None  # so that no fold is cached
+
+
+@pytest.mark.usefixtures("h200")
+def test_default_of_several_ranks(monkeypatch):
+    """Their collectives occupy multiprocessors, on which blocks of the kernel would wait."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for size, expected in ((1, True), (2, False)):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda size=size: size)
+        assert one_kernel.computes(default_call()) is expected
+    assert "collectives of several ranks" in one_kernel.why_not_by_default(default_call())
 
 
 @pytest.mark.usefixtures("h200")
@@ -296,7 +306,7 @@ def test_what_does_not_fit_takes_the_plain_path():
         assert torch.equal(made, cupynorm.rms_norm_linear(each, None, part))
 
 
-ROWS, OUT = 16384, 2048  # enough for the default
+ROWS, OUT = 32768, 2048  # enough for the default with 1024 columns
 
 
 @pytest.fixture
@@ -337,15 +347,15 @@ def test_default_is_as_exact_as_the_plain_path(kind, monkeypatch):
     """The error of y is at most 1.1 times the plain path's."""
     calls, forward = [], one_kernel.forward
     monkeypatch.setattr(one_kernel, "forward", lambda *given: calls.append(1) or forward(*given))
-    num_cols, eps = product_choice.MOST_CENTERED_COLS, 1e-5
+    num_cols, out_features, eps = product_choice.MOST_CENTERED_COLS, OUT, 1e-5
     if kind == "real":
         x, norm_weight, norm_bias, eps = real_layer()
-        num_cols = x.shape[1]
+        num_cols, out_features = x.shape[1], 4 * OUT
     else:
         x = rows_of(kind, num_cols)
         norm_weight, norm_bias = torch.randn(2, num_cols, device="cuda") / 2
         norm_weight += 1
-    weight = torch.randn(OUT, num_cols, device="cuda") * num_cols**-0.5
+    weight = torch.randn(out_features, num_cols, device="cuda") * num_cols**-0.5
     given = [each.bfloat16() for each in (x, norm_weight, norm_bias, weight, weight[:, 0] * 20)]
     made, plain = (cupynorm.layer_norm_linear(*given, eps, fused=each) for each in (None, "plain"))
     x, norm_weight, norm_bias, *linear = (each.double() for each in given)

@@ -46,7 +46,7 @@ def test_few_rows_take_a_kernel(device, sizes, expected):
         ("H200", (16, 2048, 6144), "norm_linear_several.cu is not measured to be faster"),
         ("A100", (3, 4096, 64), "is for compute capability 9.0; A100 has another"),
         ("H200", (17, 4096, 12288), "slower for less than 8388608 results; 17 x 12288"),
-        ("H200", (2048, 4096, 12288), "with more than 2048 columns; in_features is 4096"),
+        ("H200", (2048, 4096, 12288), "with more than 3072 columns; in_features is 4096"),
         ("A100", (65536, 1024, 1024), "is for compute capability 9.0; A100 has another"),
         ("H200", (65536, 1020, 1024), "multiples of 8 up to 2147483647; in_features is 1020"),
     ],
@@ -63,7 +63,7 @@ def test_the_plain_path_and_why(device, sizes, expected):
 @pytest.mark.parametrize("device", ("H100", "H200"))
 @pytest.mark.parametrize(
     "sizes",
-    [(65536, 1024, 1024), (32768, 1024, 4096), (16384, 2048, 2048), (65536, 2048, 6144)],
+    [(65536, 1024, 1024), (32768, 1024, 4096), (16384, 2048, 2048), (65536, 3072, 6144)],
     ids=str,
 )
 def test_many_rows_take_the_kernel(device, sizes):
@@ -79,11 +79,21 @@ def test_many_rows_take_the_kernel(device, sizes):
 @pytest.mark.parametrize(
     ("sizes", "options", "expected"),
     [
-        ((12288, 1024, 1024), {}, "slower for less than"),
+        (
+            (12288, 1024, 1024),
+            {},
+            "1024 outputs or 68719476736 products, which 12288 x 1024 x 1024",
+        ),
+        ((2**20, 1024, 512), {}, "slower with fewer than 1024 outputs"),
+        (
+            (65536, 8192, 2048),
+            {"own": "float32", "norm": "rms_norm"},
+            "up to 4096 columns, not 8192",
+        ),
         ((4096, 1024, 12288), {}, "slower with fewer than 8192 rows"),
         ((16384, 1024, 8192), {}, "fewer than 4 for each output; 16384 rows have 8192"),
         ((65536, 1024, 1024), {"dtype": "float16"}, "cost accuracy in float16"),
-        ((65536, 4096, 1024), {}, "large means cost accuracy with more than 2048 columns"),
+        ((65536, 4096, 1024), {}, "large means cost accuracy with more than 3072 columns"),
         ((65536, 1024, 1024), {"norm": "rms_norm"}, "rounds norm weights of bfloat16"),
         ((65536, 1024, 1024), {"residual": True}, "also adds the residual"),
     ],
@@ -107,8 +117,9 @@ def test_edges_of_the_choice():
     """One row fewer, one column pack more: the other side of each bound."""
     edges = [
         ((16384, 2048, 4096), (16383, 2048, 4096)),
-        ((16384, 2048, 2048), (16376, 2048, 2048)),
-        ((32768, 2048, 1024), (32768, 2056, 1024)),
+        ((16384, 2048, 2048), (16383, 2048, 2048)),
+        ((32768, 3072, 1024), (32768, 3080, 1024)),
+        ((65536, 2048, 1024), (65536, 2048, 1016)),
     ]
     for inside, outside in edges:
         assert choice("H200", inside).takes_kernel and not choice("H200", outside).takes_kernel
