@@ -64,6 +64,9 @@ def _has_ranks() -> bool:
 def why_not_by_default(call: LinearCall) -> str | None:
     """Why a call with fused=None takes the plain path, as a sentence, or None."""
     (x, residual, norm_weight, norm_bias, weights, _), options = call
+    num_cols, fewest = x.shape[-1], product_choice.FEWEST_ROWS
+    if not x.is_cuda or x.numel() < max(fewest * num_cols, 1):
+        return f"the kernel is the default on a GPU, with {fewest} rows or more"
     if not options.has_norm:
         return "there is no norm"
     if options.return_normalized or options.save_normalized:
@@ -74,9 +77,6 @@ def why_not_by_default(call: LinearCall) -> str | None:
         return (
             "the collectives of several ranks may occupy multiprocessors, and the kernel needs all"
         )
-    num_cols = x.shape[-1]
-    if not x.is_cuda or x.numel() < product_choice.FEWEST_ROWS * num_cols:
-        return f"the default needs a GPU, and {product_choice.FEWEST_ROWS} rows or more"
     problem = NormLinearProblem(
         x.numel() // num_cols,
         num_cols,

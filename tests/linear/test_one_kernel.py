@@ -125,6 +125,7 @@ def h200(monkeypatch):
     [
         ({}, None),
         ({"num_rows": 8184}, "8192 rows or more"),
+        ({"in_features": 0}, "8192 rows or more"),
         ({"out_features": 8192}, "fewer than 4 for each output"),
         ({"in_features": 4096}, "in_features is 4096"),
         ({"return_normalized": True}, "asks for the normalised tensor"),
