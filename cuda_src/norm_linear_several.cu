@@ -11,23 +11,12 @@
 #include "several_sums.cuh"
 
 template <class T, class NormWeight, class NormBias, bool zero_centered>
-struct NormLinearSeveral {
-  TensorMap weight;   // [out_features, in_features], in tiles of tile_outputs x step_cols
-  AddedRows<T> rows;  // [num_rows, in_features]
-  const T* bias;      // null: absent
-  LoadParameter<NormWeight, zero_centered> norm_weight;
-  LoadParameter<NormBias, false, 0> norm_bias;
-  T* y;         // [num_rows, out_features], contiguous
-  float* mean;  // null: not wanted; so too rstd
-  float* rstd;
-  long long num_rows;
-  long long in_features;
-  long long out_features;
+struct NormLinearSeveral : NormLinearRows<T, NormWeight, NormBias, zero_centered> {
+  TensorMap weight;        // [out_features, in_features], in tiles of tile_outputs x step_cols
   long long tile_outputs;  // a multiple of 8
   long long num_tiles;     // of all clusters
   long long most_steps;    // of a block
   long long num_stages;
-  double eps;
 };
 
 template <class T, class Call>

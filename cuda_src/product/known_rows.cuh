@@ -6,7 +6,7 @@
 #pragma once
 #include "types.cuh"
 
-// mean and rstd of the lane's two rows.
+// mean and rstd of the lane's two rows; for rstd of constant rows: FoundRow::scale.
 struct TwoRows {
   float mean[2];
   float rstd[2];

@@ -39,10 +39,18 @@ struct RowSums {
   }
 };
 
+// A constant row has rstd 1/sqrt(eps), which would multiply the rounding errors of its products.
+// They are multiplied by this instead, so that y is the bias.
+constexpr float scale_of_constant_row = 0x1p-64f;
+
+// scale: what the products are multiplied by.
+struct FoundRow {
+  float mean, rstd, scale;
+};
+
 // By the lanes of a row, together with all others of the warp: its mean and rstd.
 template <bool centered, class T>
-__device__ __forceinline__ RowStatistics<float> statistics_of(const T* row, long long num_cols,
-                                                              double eps) {
+__device__ __forceinline__ FoundRow statistics_of(const T* row, long long num_cols, double eps) {
   constexpr int step = lanes_of_row * 8;
   RowSums<T, centered> row_sums;
   const int own = threadIdx.x % lanes_of_row * 8;
@@ -60,8 +68,10 @@ __device__ __forceinline__ RowStatistics<float> statistics_of(const T* row, long
   }
   const auto sums = warp_reduce<lanes_of_row>(row_sums.sums);
   const float count = static_cast<float>(num_cols);
-  return centered ? corrected(row_sums.first, sums, count, eps)
-                  : uncentered(sums.part[1], 1.0f / count, eps);
+  const RowStatistics<float> found = centered ? corrected(row_sums.first, sums, count, eps)
+                                              : uncentered(sums.part[1], 1.0f / count, eps);
+  const bool is_constant = centered && sums.part[1] == 0;
+  return {found.mean, found.rstd, is_constant ? scale_of_constant_row : found.rstd};
 }
 
 // call.next_row: how many rows are taken already.
@@ -82,6 +92,6 @@ __device__ __forceinline__ void find_statistics(const Call& call) {
     if (call.mean != nullptr) call.mean[row] = found.mean;
     if (call.rstd != nullptr) call.rstd[row] = found.rstd;
     *static_cast<volatile unsigned long long*>(call.known + row) =
-        known_word(found.mean, found.rstd);
+        known_word(found.mean, found.scale);
   }
 }

@@ -143,20 +143,6 @@ def _cupynorm(cell, inputs, recipe=None, **options):
     return _in_fp8(cell, inputs, module, lambda: fp8_autocast(recipe=recipe)), differentiated
 
 
-def _cupynorm_plain(cell, inputs):
-    from torch.nn import functional
-
-    from ..nn.modules import LayerNorm
-
-    norm = LayerNorm(cell.in_features, EPS, device=inputs.x.device, dtype=inputs.weight.dtype)
-    norm.weight, norm.bias = inputs.norm_weight, inputs.norm_bias
-
-    def forward():
-        return functional.linear(norm(inputs.x), inputs.weight, inputs.bias)
-
-    return forward, inputs.leaves
-
-
 def _cupynorm_current(cell, inputs):
     from ..nn.recipes import CurrentScaling
 
@@ -195,7 +181,7 @@ CONTESTANTS = {
     "cupynorm-saved": Contestant(FORMATS, partial(_cupynorm, save_normalized=True)),
     "cupynorm-fold": Contestant(("bfloat16",), partial(_cupynorm, fused="fold")),
     "cupynorm-kernel": Contestant(("bfloat16",), partial(_cupynorm, fused="kernel")),
-    "cupynorm-plain": Contestant(("bfloat16",), _cupynorm_plain),
+    "cupynorm-plain": Contestant(("bfloat16",), partial(_cupynorm, fused="plain")),
     "cupynorm-current": Contestant(("fp8",), _cupynorm_current),
     "torch": Contestant(("bfloat16",), _torch),
     "torch.compile": Contestant(("bfloat16",), _torch_compile, "triton"),

@@ -35,6 +35,7 @@ from .call import (
     check,
     check_backward,
     has_no_normalized,
+    is_fused,
     launch_options,
     take_operands,
 )
@@ -76,14 +77,15 @@ def layer_norm_linear(
         recomputes it, so that only the input and two numbers a row are kept: in bfloat16 2 bytes
         an element instead of 4. The kernel of the input's gradient writes it, equal to that of
         forward except for the last bits of its mean.
-    fused: None, or "fold" for torch and NumPy: y = rstd * (input folded^T) + folded_bias, with the
-        norm's weight folded into the linear one. The normalised tensor then never exists. Numerics:
-        cupynorm.linear.fold.fold. Without gradients the folded weight, as large as weight, is
-        cached until a parameter changes: cupynorm.linear.fold.cached_fold. "kernel" computes the
-        same in one kernel: torch tensors in 16 bits on a GPU of compute capability 9.0. Its limits:
-        cupynorm.plan.products.why_not; for few rows, that of few_products or several_products.
-        Other calls take the plain path. None takes a kernel for few rows without gradients where
-        it is measured to be faster: is_faster of these two modules.
+    fused: None takes one kernel for the norm and the product where it is measured to be faster and
+        as exact, and keeps no memory for it: cupynorm.plan.product_choice.choose says why or why
+        not. "plain" takes a norm and a product after it. "fold", for torch and NumPy: y = rstd *
+        (input folded^T) + folded_bias, with the norm's weight folded into the linear one. The
+        normalised tensor then never exists. Numerics: cupynorm.linear.fold.fold. Without gradients
+        the folded weight, as large as weight, is cached until a parameter changes:
+        cupynorm.linear.fold.cached_fold. "kernel" computes the same in one kernel: torch tensors in
+        16 bits on a GPU of compute capability 9.0. Its limits: cupynorm.plan.products.why_not; for
+        few rows, that of few_products or several_products. Other calls take the plain path.
 
     Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum)
     with those that were requested.
@@ -103,7 +105,7 @@ def layer_norm_linear(
         eps,
         bool(zero_centered_weight),
         return_normalized,
-        save_normalized and fused is None,
+        save_normalized and not is_fused(fused),
         fused,
         launch_options(sm_margin),
         _product_dtype(input),
@@ -147,7 +149,7 @@ def rms_norm_linear(
         eps,
         bool(zero_centered_weight),
         return_normalized,
-        save_normalized and fused is None,
+        save_normalized and not is_fused(fused),
         fused,
         launch_options(sm_margin),
         _product_dtype(input),
@@ -378,7 +380,7 @@ def _normalize_and_project(call: LinearCall, return_residual: bool) -> Array | t
 def _on_arrays(call: LinearCall) -> ProjectedForward:
     """A call of arrays other than torch's."""
     fused = call.options.fused
-    if fused is not None and call.options.return_normalized:
+    if is_fused(fused) and call.options.return_normalized:
         raise ValueError(has_no_normalized("return_normalized", fused))
     if fused == "fold":
         # NumPy: the fold is exact in float64, so y is that of a call without it.

@@ -12,8 +12,13 @@ from ..gpu import arrays
 from ..norm import checks, options
 from ..norm.request import Array, Options
 
-FUSED = (None, "fold", "kernel")
+FUSED = (None, "plain", "fold", "kernel")
 GRADIENTS = ("dx", "dnorm_weight", "dnorm_bias", "dweight", "dbias")
+
+
+def is_fused(fused: str | None) -> bool:
+    """Whether `fused` names a way that makes no normalised tensor."""
+    return fused not in (None, "plain")
 
 
 def has_no_normalized(name: str, fused: str) -> str:

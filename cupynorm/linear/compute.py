@@ -52,7 +52,7 @@ def forward(
     if few is not None:
         y, mean, rstd, added = few_rows.forward(call, few, weight, bias, purpose)
         return y, None, mean, rstd, added
-    if options.fused == "kernel" and one_kernel.why_not(call) is None:
+    if one_kernel.computes(call):
         y, mean, rstd, added = one_kernel.forward(call, folded)
         return y, None, mean, rstd, added
     normalized, mean, rstd, added = kernels.forward(options, operands, options.dtype, purpose)

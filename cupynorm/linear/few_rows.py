@@ -3,8 +3,7 @@
 One or two rows: cuda_src/norm_linear_few.cu, 3 to 16: norm_linear_several.cu. Both normalise the
 rows, or their sums with a residual, in shared memory, and read the weight once. With fused="kernel"
 they compute what they can, by default what they are measured to be faster at: calls without
-gradients of is_faster in plan.few_products and plan.several_products. Other calls take the plain
-path.
+gradients that plan.product_choice chooses. Other calls take the plain path.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
 from ..norm.prepared import FOR_Y
-from ..plan import few_products, several_products
-from ..plan.few_products import FewRowsProblem
+from ..plan import few_products, product_choice, several_products
+from ..plan.products import NormLinearProblem
 from .call import LinearCall, check_eps
 
 
 class FewRowsLaunch(NamedTuple):
-    """A loaded kernel. words: its argument struct, from the addresses of few_words."""
+    """A loaded kernel. words: its argument struct, from the addresses of weight and rows_words."""
 
     enqueue: Callable[[int, tuple], None]
-    words: Callable[[tuple[int, ...]], tuple[int | float, ...]]
+    words: Callable[[int, tuple[int, ...]], tuple[int | float, ...]]
 
 
 def _several_words(
-    problem: FewRowsProblem,
+    problem: NormLinearProblem,
     plan: several_products.SeveralRowsPlan,
     eps: float,
+    weight: int,
     addresses: tuple[int, ...],
 ) -> tuple[int | float, ...]:
     _, in_features, out_features, dtype, *_ = problem
     row_bytes = in_features * 2
-    weight = tensor_map(addresses[3], out_features, in_features, row_bytes, dtype, plan.loaded)
-    addresses = (*addresses[:3], *addresses[4:])
-    return several_products.several_words(weight, addresses, problem, plan, eps)
+    tiles = tensor_map(weight, out_features, in_features, row_bytes, dtype, plan.loaded)
+    return several_products.several_words(tiles, addresses, problem, plan, eps)
 
 
 @lru_cache(maxsize=1024)
@@ -62,11 +61,11 @@ def _prepared(
     """
     device = launch.device(device_index)
     names = [None if each is None else name_of(each) for each in dtypes]
-    problem = FewRowsProblem(*sizes, *names, *flags)
+    problem = NormLinearProblem(*sizes, *names, *flags)
     planner = few_products if sizes[0] <= few_products.MOST_ROWS else several_products
-    if planner.why_not(device, problem.dtype, sizes) is not None:
+    if if_faster and not product_choice.choose(device, problem).takes_kernel:
         return None
-    if if_faster and not planner.is_faster(device, sizes):
+    if planner.why_not(device, problem.dtype, sizes) is not None:
         return None
     if planner is few_products:
         plan = few_products.few_launch(device, problem)
@@ -141,7 +140,8 @@ def forward(
         if purpose != FOR_Y:
             rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
             mean = torch.empty_like(rstd) if options.centered else None
-        tensors = (x, residual, added, weight, bias, norm_weight, norm_bias, y, mean, rstd)
+        tensors = (x, residual, added, bias, norm_weight, norm_bias, y, mean, rstd)
         addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
-        found.enqueue(arrays.library(x)(device_index).stream(), found.words(addresses))
+        words = found.words(weight.data_ptr(), addresses)
+        found.enqueue(arrays.library(x)(device_index).stream(), words)
     return y, mean, rstd, x if residual is None else added

@@ -16,7 +16,7 @@ from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
 from . import fp8_operator, kernels
-from .call import LinearCall, LinearOptions, Operands
+from .call import LinearCall, LinearOptions, Operands, is_fused
 from .fp8 import RegionCall
 from .function import check_call
 from .gradient_layer import GradientLayer
@@ -117,7 +117,7 @@ class Fp8Layer(GradientLayer):
 
     def _checked(self, call: RegionCall, operands: Operands, fp8_output: bool) -> RegionCall:
         """The call, with `recorded` as its tensors say. Raises for what does not fit."""
-        if self.fused is not None:
+        if is_fused(self.fused):
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if operands.input.dtype == torch.float64:
             raise TypeError(

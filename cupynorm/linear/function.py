@@ -22,7 +22,7 @@ from ..gpu.arrays import type_in_words
 from ..nn import dtypes, modes, nested
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
 from . import compute, dtensors, fold, one_kernel
-from .call import LinearCall, Operands, check, has_no_normalized
+from .call import LinearCall, Operands, check, has_no_normalized, is_fused
 from .kernels import SavedNorm
 from .matrices import as_result, concatenate, join
 from .norms import FORMULAS, KERNELS, OPERATORS, normalize_and_add
@@ -53,7 +53,7 @@ def normalize_and_project(
     tensors = operands.all
     is_plain = not compiling and modes.are_plain(tensors)
     if not is_plain and dtensors.has_dtensors(operands):
-        if sink is not None or options.fused is not None:
+        if sink is not None or is_fused(options.fused):
             where = "with fuse_wgrad_accumulation, delay_wgrad_compute or fused"
             dtensors.refuse(operands, where)
         return dtensors.normalize_and_project(call)
@@ -78,11 +78,11 @@ def normalize_and_project(
             _check_tensors(operands)
         y, normalized, _, _, added = by_operator(call)
     elif torch.is_grad_enabled() and modes.wants_gradient(*tensors):
-        if options.fused is not None:
+        if is_fused(options.fused):
             fold.forget(operands.weights[0])  # an optimizer may step without telling torch
         y, normalized, added = _apply(call, sink, folded, *tensors)
     else:
-        make = None if options.fused is None or folded else one_kernel.folds(call)
+        make = one_kernel.folds(call) if is_fused(options.fused) and not folded else None
         if make is not None:
             folded = fold.cached_fold(call, make)
         weight, bias = join(operands.weights), join(operands.biases)
@@ -139,9 +139,9 @@ def check_call(call: LinearCall) -> None:
                 )
     elif modes.is_jit_traced():
         pass  # torch warns of every shape that is looked at; the operator itself checks
-    elif options.fused is not None or not fits(operands):
+    elif is_fused(options.fused) or not fits(operands):
         check(operands, options.fused, is_cast=in_autocast)
-    if options.fused is not None and options.return_normalized:
+    if is_fused(options.fused) and options.return_normalized:
         raise ValueError(has_no_normalized("return_normalized", options.fused))
 
 
@@ -166,7 +166,7 @@ class Projected(torch.autograd.Function):
         cast = weight.to(options.dtype)
         y, normalized, mean, rstd, added = compute.forward(
             call,
-            cast if options.fused is None else weight,
+            weight if is_fused(options.fused) else cast,
             join(operands.biases),
             FOR_STATISTICS,
             folded,

@@ -30,6 +30,7 @@ from .call import (
     check_eps,
     expected_fused,
     has_no_normalized,
+    is_fused,
     launch_options,
 )
 from .function import normalize_and_project
@@ -225,7 +226,7 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
             self.eps,
             bool(self.zero_centered_gamma),
             self.return_layernorm_output,
-            self.save_normalized and self.fused is None,
+            self.save_normalized and not is_fused(self.fused),
             self.fused,
             launch_options(self.sm_margin),
             dtype,
@@ -247,7 +248,7 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
 
         None where the call does not use them, or makes them itself.
         """
-        if self.fused is None or is_first_microbatch is None or is_compiling():
+        if not is_fused(self.fused) or is_first_microbatch is None or is_compiling():
             return None
         make = one_kernel.folds(call)
         if make is None:
@@ -295,7 +296,7 @@ def _check_choices(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"normalization is {normalization!r}; expected {expected}")
     if fused not in FUSED:
         raise ValueError(f"fused is {fused!r}; expected {expected_fused()}")
-    if fused is not None and arguments["return_layernorm_output"]:
+    if is_fused(fused) and arguments["return_layernorm_output"]:
         raise ValueError(has_no_normalized("return_layernorm_output", fused))
     dtype = arguments["params_dtype"]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):

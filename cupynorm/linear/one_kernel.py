@@ -1,8 +1,9 @@
 """torch: the norm and the product in one kernel (cuda_src/norm_linear.cu).
 
 y = rstd * (x folded^T - mean * sums) + bias, where tensor cores multiply x itself by the folded
-weight of fold.py, while other warps compute the statistics. Where the kernel does not fit a
-call, the call takes the plain path.
+weight of fold.py, while other warps compute the statistics. With fused="kernel" it computes what it
+can, by default what plan.product_choice chooses, with a fold in each call. Other calls take the
+plain path.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
-from ..plan import products
+from ..plan import product_choice, products
+from ..plan.products import NormLinearProblem
 from . import few_rows
 from .call import LinearCall, check_eps
 from .fold import Folded, fold_call
@@ -48,6 +50,52 @@ def why_not(call: LinearCall) -> str | None:
     if any(each.data_ptr() % 16 for each in given):
         return "the kernel needs tensors aligned to 16 bytes"
     return None
+
+
+def _has_ranks() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+def why_not_by_default(call: LinearCall) -> str | None:
+    """Why a call with fused=None takes the plain path, as a sentence, or None."""
+    (x, residual, norm_weight, norm_bias, weights, _), options = call
+    num_cols, fewest = x.shape[-1], product_choice.FEWEST_ROWS
+    if not x.is_cuda or x.numel() < max(fewest * num_cols, 1):
+        return f"the kernel is the default on a GPU, with {fewest} rows or more"
+    if not options.has_norm:
+        return "there is no norm"
+    if options.return_normalized or options.save_normalized:
+        return "the call asks for the normalised tensor, which the kernel does not make"
+    if options.launch.sm_margin:
+        return "the call leaves some multiprocessors free, and the kernel needs all"
+    if _has_ranks():
+        return (
+            "the collectives of several ranks may occupy multiprocessors, and the kernel needs all"
+        )
+    problem = NormLinearProblem(
+        x.numel() // num_cols,
+        num_cols,
+        sum(len(each) for each in weights),
+        *(None if each is None else name_of(each.dtype) for each in (x, norm_weight, norm_bias)),
+        options.centered,
+        options.zero_centered_weight,
+    )
+    device, has_residual = launch.device(x.get_device()), residual is not None
+    choice = product_choice.choose(device, problem, residual=has_residual)
+    return why_not(call) if choice.takes_kernel else choice.reason
+
+
+def computes(call: LinearCall) -> bool:
+    """Whether the kernel computes a call, for which few_rows has no kernel."""
+    fused = call.options.fused
+    if fused is None:
+        return why_not_by_default(call) is None
+    return fused == "kernel" and why_not(call) is None
 
 
 @lru_cache(maxsize=1024)

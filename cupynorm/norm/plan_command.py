@@ -10,6 +10,8 @@ from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import widest
 from ..plan.problem import SCALINGS
+from ..plan.product_choice import choose
+from ..plan.products import NormLinearProblem
 from ..plan.strategies import STRATEGIES
 from .plans import plan
 
@@ -35,6 +37,8 @@ def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
     add("--amax", action="store_true", help="record the largest |y| with a given scale")
     residual = "add a residual; backward adds the gradient of the sum"
     add("--residual", action="store_true", help=residual)
+    linear = "also say what computes the norm and a linear layer of OUT_FEATURES outputs after it"
+    add("--linear", metavar="OUT_FEATURES", type=number, help=linear)
     add = parser.add_argument_group("the device and the choice").add_argument
     device = f"one of {', '.join(DEVICES)} (this GPU; without one, {_WITHOUT_GPU})"
     add("--device", metavar="NAME", help=device)
@@ -73,7 +77,20 @@ def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> 
         for each in (DIRECTIONS if direction == "both" else (direction,))
     ]
     print("\n\n".join(map(str, plans)))
+    if arguments.linear is not None:
+        print(f"\n{with_linear_layer(arguments, device)}")
     return 0
+
+
+def with_linear_layer(arguments: argparse.Namespace, device: Device) -> str:
+    """What computes the norm and a linear layer after it, of parameters of the same dtype."""
+    centered = arguments.norm == "layer_norm"
+    sizes, dtype = (arguments.rows, arguments.num_cols, arguments.linear), arguments.dtype
+    bias = dtype if centered else None
+    problem = NormLinearProblem(*sizes, dtype, dtype, bias, centered, False)
+    chosen = choose(device, problem, residual=arguments.residual)
+    what = "one kernel" if chosen.takes_kernel else "a norm and a product after it"
+    return f"with a linear layer of {arguments.linear} outputs: {what}, because {chosen.reason}"
 
 
 def device_of(name: str | None, current: Callable[[], Device | None]) -> Device:

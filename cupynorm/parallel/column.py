@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..linear import compute, kernels, one_kernel
-from ..linear.call import LinearCall, Operands
+from ..linear.call import LinearCall, Operands, is_fused
 from ..linear.kernels import SavedNorm
 from ..linear.matrices import as_rows, join
 from ..linear.weight_gradients import WeightGradientSink
@@ -29,7 +29,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """y, normalized (None unless requested), and the tensors that `backward` needs."""
     options, sharding = products.options, products.sharding
-    if options.fused is not None:
+    if is_fused(options.fused):
         return _forward_fused(products, operands)
     if products.fuses_norm(operands.input):
         rows, mean, rstd = products.normalize(operands)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..linear import dtensors, fold, one_kernel
-from ..linear.call import LinearCall, Operands
+from ..linear.call import LinearCall, Operands, is_fused
 from ..linear.matrices import as_result
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn import modes
@@ -38,7 +38,7 @@ def project(
 
 def _with_cached_fold(products: Products, operands: Operands) -> Products:
     options = products.options
-    if options.fused is None or products.folded is not None:
+    if not is_fused(options.fused) or products.folded is not None:
         return products
     call = LinearCall(operands, options)
     make = one_kernel.folds(call)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, distributed
 
-from ..linear.call import LinearCall, Operands
+from ..linear.call import LinearCall, Operands, is_fused
 from ..linear.fp8 import RegionCall
 from ..linear.function import check_call
 from ..linear.matrices import as_rows
@@ -53,7 +53,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
         self.sequence_parallel = bool(arguments["sequence_parallel"]) and size > 1
         self.reduce_norm_gradients = arguments["reduce_norm_gradients"]
         is_shared = size > 1 and mode is not None
-        if is_shared and mode == "row" and arguments["fused"] is not None:
+        if is_shared and mode == "row" and is_fused(arguments["fused"]):
             raise ValueError(
                 f"fused is {arguments['fused']!r} and tp_size is {size} with parallel_mode='row'; "
                 "expected fused=None, because a rank has no whole rows"
@@ -145,7 +145,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
             and traced.IS_KNOWN
             and isinstance(inp, Tensor)
             and self.tp_group is not None
-            and self.fused is None
+            and not is_fused(self.fused)
             and self._overlaps == Overlaps()
             and not self.fuse_wgrad_accumulation
             and not self.delay_wgrad_compute

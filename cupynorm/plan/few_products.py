@@ -9,25 +9,14 @@ from typing import NamedTuple
 from .devices import Device
 from .instances import Kernel, Launch, cpp_bool, cpp_names
 from .problem import Tile, ceil_div
-from .products import DTYPES
+from .products import Limits, NormLinearProblem, rows_words
 
+SOURCE = "norm_linear_few.cu"
 # The integers of cuda_src/product/weight_units.cuh.
 _NUM_WARPS, _PART_COLS = 16, 1024
 _MOST_WEIGHTS = 2**26  # of the default
 MOST_ROWS = 2
-
-
-class FewRowsProblem(NamedTuple):
-    """dtype: of x, of the weight and of y. norm_weight, norm_bias: dtypes, or None."""
-
-    num_rows: int
-    in_features: int
-    out_features: int
-    dtype: str
-    norm_weight: str | None
-    norm_bias: str | None
-    centered: bool
-    zero_centered: bool
+_LIMITS = Limits((1, MOST_ROWS), _NUM_WARPS * _PART_COLS, is_for_80=True)
 
 
 class FewRowsPlan(NamedTuple):
@@ -52,26 +41,11 @@ def why_not(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | No
 
     sizes: num_rows, in_features, out_features.
     """
-    num_rows, in_features, out_features = sizes
-    if device.compute_capability < 80:
-        return (
-            f"the kernel is for compute capability 8.0 or later; {device.name} has an earlier one"
-        )
-    if dtype not in DTYPES:
-        return f"the kernel multiplies {' and '.join(DTYPES)}; the input has {dtype}"
-    if in_features % 8 or not 0 < in_features <= _NUM_WARPS * _PART_COLS:
-        return (
-            f"the kernel needs multiples of 8 to {_NUM_WARPS * _PART_COLS}; "
-            f"in_features is {in_features}"
-        )
-    if not 0 < num_rows <= MOST_ROWS:
-        return f"the kernel is for 1 to {MOST_ROWS} rows; the input has {num_rows}"
-    if out_features < 1:
-        return f"the kernel needs 1 or more outputs; the weight has {out_features}"
+    reason, (num_rows, in_features, out_features) = _LIMITS.why_not(device, dtype, sizes), sizes
     outputs = _outputs_of_block(device, out_features)
-    if _smem_bytes(num_rows, in_features, outputs) > device.smem_per_block:
+    if reason is None and _smem_bytes(num_rows, in_features, outputs) > device.smem_per_block:
         return f"{out_features} outputs do not fit the shared memory of {device.name}"
-    return None
+    return reason
 
 
 def is_faster(device: Device, sizes: tuple[int, int, int]) -> bool:
@@ -83,14 +57,14 @@ def is_faster(device: Device, sizes: tuple[int, int, int]) -> bool:
     return device.compute_capability == 90 and sizes[1] * sizes[2] <= _MOST_WEIGHTS
 
 
-def few_launch(device: Device, problem: FewRowsProblem) -> FewRowsPlan:
+def few_launch(device: Device, problem: NormLinearProblem) -> FewRowsPlan:
     """A launch for a problem that why_not accepts."""
     num_rows, in_features, out_features = problem[:3]
     outputs = _outputs_of_block(device, out_features)
     types = cpp_names(problem.dtype, problem.norm_weight, problem.norm_bias)
     flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
     launch = Launch(
-        Kernel("norm_linear_few.cu", f"norm_linear_few<{types}, {flags}, {num_rows}>"),
+        Kernel(SOURCE, f"norm_linear_few<{types}, {flags}, {num_rows}>"),
         Tile(8, _NUM_WARPS * 32),
         ceil_div(out_features, outputs),
         _NUM_WARPS * 32,
@@ -100,11 +74,11 @@ def few_launch(device: Device, problem: FewRowsProblem) -> FewRowsPlan:
 
 
 def few_words(
-    addresses: tuple[int, ...], problem: FewRowsProblem, plan: FewRowsPlan, eps: float
+    weight: int,
+    addresses: tuple[int, ...],
+    problem: NormLinearProblem,
+    plan: FewRowsPlan,
+    eps: float,
 ) -> tuple[int | float, ...]:
-    """The argument struct of norm_linear_few.cu.
-
-    addresses: of x, residual, sum, weight, bias, norm_weight, norm_bias, y, mean and rstd; 0 for
-    those absent.
-    """
-    return *addresses, *problem[1:3], plan.outputs_of_block, float(eps)
+    """The argument struct of norm_linear_few.cu. weight: its address. addresses: of rows_words."""
+    return *rows_words(addresses, problem, eps), weight, plan.outputs_of_block

@@ -26,7 +26,6 @@ _CLUSTER_SIZE = 2
 _COLUMNS_AT_A_TIME = 6
 
 DTYPES = ("bfloat16", "float16")
-_MOST_ROWS = 2**31 - 1  # coordinates of the copy engine have 32 bits
 # Of y. Below, clusters get less than two tiles of 256 x 256 each, and cuBLAS's product has smaller
 # ones: measured on an H100, 2026-11-25 (docs/experiments.md, The norm inside the product).
 LEAST_RESULTS = 2**23
@@ -34,6 +33,76 @@ LEAST_RESULTS = 2**23
 # fold_weight.cu: its threads, what it needs to sum over them (reduce.cuh), and the most packs that
 # a thread keeps in registers.
 _FOLD_THREADS, _FOLD_SMEM_BYTES, _MOST_FOLD_PACKS = 128, 2 * 3 * 4 * 4, 8
+
+
+class NormLinearProblem(NamedTuple):
+    """dtype: of x, of the weight and of y. norm_weight, norm_bias: dtypes, or None."""
+
+    num_rows: int
+    in_features: int
+    out_features: int
+    dtype: str
+    norm_weight: str | None
+    norm_bias: str | None
+    centered: bool
+    zero_centered: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """num_rows, in_features, out_features."""
+        return self[:3]
+
+
+def rows_words(
+    addresses: tuple[int, ...], problem: NormLinearProblem, eps: float
+) -> tuple[int | float, ...]:
+    """The struct NormLinearRows of cuda_src/product/normalized_packs.cuh.
+
+    addresses: of x, residual, sum, bias, norm_weight, norm_bias, y, mean and rstd; 0 for those
+    absent.
+    """
+    return *addresses, *problem.sizes, float(eps)
+
+
+class Limits(NamedTuple):
+    """What a kernel of a norm and a product takes.
+
+    rows: the fewest and the most. most_cols: of x; in_features is a multiple of 8. outputs:
+    out_features is a multiple of it. is_for_80: compute capability 8.0 or later, not 9.0 alone.
+    """
+
+    rows: tuple[int, int]
+    most_cols: int
+    outputs: int = 1
+    is_for_80: bool = False
+
+    def why_not(self, device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | None:
+        """Why the kernel does not fit a call, as a sentence, or None.
+
+        sizes: num_rows, in_features, out_features.
+        """
+        num_rows, in_features, out_features = sizes
+        capability, (fewest, most) = device.compute_capability, self.rows
+        if not (capability >= 80 if self.is_for_80 else capability == 90):
+            expected = "8.0 or later" if self.is_for_80 else "9.0"
+            return f"the kernel is for compute capability {expected}; {device.name} has another"
+        if dtype not in DTYPES:
+            return f"the kernel multiplies {' and '.join(DTYPES)}; the input has {dtype}"
+        if in_features % 8 or not 0 < in_features <= self.most_cols:
+            return (
+                f"the kernel needs multiples of 8 up to {self.most_cols}; "
+                f"in_features is {in_features}"
+            )
+        if out_features % self.outputs or out_features < 1:
+            expected = f"a multiple of {self.outputs}" if self.outputs > 1 else "1 or more"
+            return f"the kernel needs {expected} outputs; out_features is {out_features}"
+        if not fewest <= num_rows <= most:
+            return f"the kernel is for {fewest} to {most} rows; the input has {num_rows}"
+        return None
+
+
+# Coordinates of the copy engine have 32 bits.
+_LIMITS = Limits((1, 2**31 - 1), 2**31 - 1, outputs=8)
 
 
 class ProductPlan(NamedTuple):
@@ -44,26 +113,17 @@ class ProductPlan(NamedTuple):
 
 
 def why_not(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | None:
-    """Why no kernel computes a norm and a product at once, as a sentence, or None.
+    """Why norm_linear.cu does not fit a call, as a sentence, or None.
 
     sizes: num_rows, in_features, out_features.
     """
-    num_rows, in_features, out_features = sizes
-    if device.compute_capability != 90:
-        return f"the kernel is for compute capability 9.0; {device.name} has another"
-    if dtype not in DTYPES:
-        return f"the kernel multiplies {' and '.join(DTYPES)}; the input has {dtype}"
-    for name, features in (("in_features", in_features), ("out_features", out_features)):
-        if features % 8 or not features:
-            return f"the kernel needs multiples of 8; {name} is {features}"
-    if num_rows > _MOST_ROWS:
-        return f"the kernel is for at most {_MOST_ROWS} rows; the input has {num_rows}"
-    if num_rows * out_features < LEAST_RESULTS:
+    reason, (num_rows, _, out_features) = _LIMITS.why_not(device, dtype, sizes), sizes
+    if reason is None and num_rows * out_features < LEAST_RESULTS:
         return (
             f"the kernel is slower for less than {LEAST_RESULTS} results; "
             f"{num_rows} x {out_features} are fewer"
         )
-    return None
+    return reason
 
 
 def product_launch(
@@ -97,6 +157,11 @@ def product_launch(
     return ProductPlan(launch, strips_at_a_time or max(num_clusters // _COLUMNS_AT_A_TIME, 1))
 
 
+def aligned(words: tuple[int | float, ...]) -> tuple[int | float, ...]:
+    """The words and as many of 0 as a tensor map or the end of its struct needs: to 64 bytes."""
+    return *words, *[0] * (-len(words) % 8)
+
+
 def product_words(
     maps: tuple[tuple[int, ...], ...],
     addresses: tuple[int, ...],
@@ -109,15 +174,10 @@ def product_words(
     maps: tensor maps of x, the folded weight, the terms of columns. addresses: of x, y, mean, rstd,
     and of num_rows + 1 words of 0. sizes: num_rows, in_features, out_features.
     """
-    words = (
-        *(word for each in maps for word in each),
-        *addresses,
-        addresses[-1] + 8,
-        *sizes,
-        strips_at_a_time,
-        float(eps),
+    maps_words = (word for each in maps for word in each)
+    return aligned(
+        (*maps_words, *addresses, addresses[-1] + 8, *sizes, strips_at_a_time, float(eps))
     )
-    return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
 
 
 def folded_rows(out_features: int) -> int:

@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 from .devices import Device
 from .few_products import MOST_ROWS as ROWS_OF_FEW
-from .few_products import FewRowsProblem
 from .instances import Kernel, Launch, cpp_bool, cpp_names
 from .problem import Tile, ceil_div
-from .products import DTYPES, STEP_COLS
+from .products import STEP_COLS, Limits, NormLinearProblem, aligned, rows_words
 
-# The integers of cuda_src/several_memory.cuh.
+SOURCE = "norm_linear_several.cu"
+# The integers of cuda_src/product/several_memory.cuh.
 _NUM_WARPS, _GROUP_OUTPUTS, _MOST_STAGES, _CLUSTER_SIZE, MOST_ROWS = 16, 64, 40, 2, 16
 _THREADS = (_NUM_WARPS + 1) * 32
 _HEAD_BYTES, _LINE_BYTES = 8192, STEP_COLS * 2
 # A warp normalises 256 columns.
 MOST_COLS = _NUM_WARPS * 256 * _CLUSTER_SIZE
 _MOST_OUTPUTS = 2 * _GROUP_OUTPUTS  # of a tile
+_LIMITS = Limits((ROWS_OF_FEW + 1, MOST_ROWS), MOST_COLS)
 
 # Of the default.
 _FEWEST_COLS, _MOST_ELEMENTS, _MOST_WEIGHTS = 4096, 2**16, 2**26
@@ -45,18 +46,7 @@ def why_not(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | No
 
     sizes: num_rows, in_features, out_features.
     """
-    num_rows, in_features, out_features = sizes
-    if device.compute_capability != 90:
-        return f"the kernel is for compute capability 9.0; {device.name} has another"
-    if dtype not in DTYPES:
-        return f"the kernel multiplies {' and '.join(DTYPES)}; the input has {dtype}"
-    if in_features % 8 or not 0 < in_features <= MOST_COLS:
-        return f"the kernel needs multiples of 8 to {MOST_COLS}; in_features is {in_features}"
-    if not ROWS_OF_FEW < num_rows <= MOST_ROWS:
-        return f"the kernel is for {ROWS_OF_FEW + 1} to {MOST_ROWS} rows; the input has {num_rows}"
-    if out_features < 1:
-        return f"the kernel needs 1 or more outputs; the weight has {out_features}"
-    return None
+    return _LIMITS.why_not(device, dtype, sizes)
 
 
 def is_faster(device: Device, sizes: tuple[int, int, int]) -> bool:
@@ -73,7 +63,7 @@ def is_faster(device: Device, sizes: tuple[int, int, int]) -> bool:
 
 def several_launch(
     device: Device,
-    problem: FewRowsProblem,
+    problem: NormLinearProblem,
     *,
     most_outputs: int = _MOST_OUTPUTS,
     most_stages: int = _MOST_STAGES,
@@ -98,7 +88,7 @@ def several_launch(
     flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
     name = f"norm_linear_several<{types}, {flags}>"
     launch = Launch(
-        Kernel("norm_linear_several.cu", name, architecture="sm_90a"),
+        Kernel(SOURCE, name, architecture="sm_90a"),
         Tile(8, _THREADS, cluster_size=_CLUSTER_SIZE),
         min(num_clusters, num_tiles) * _CLUSTER_SIZE,
         _THREADS,
@@ -111,14 +101,12 @@ def several_launch(
 def several_words(
     weight: tuple[int, ...],
     addresses: tuple[int, ...],
-    problem: FewRowsProblem,
+    problem: NormLinearProblem,
     plan: SeveralRowsPlan,
     eps: float,
 ) -> tuple[int | float, ...]:
     """The argument struct of norm_linear_several.cu.
 
-    weight: its tensor map. addresses: of x, residual, sum, bias, norm_weight, norm_bias, y, mean
-    and rstd; 0 for those absent.
+    weight: its tensor map. addresses: of rows_words.
     """
-    words = (*weight, *addresses, *problem[:3], *plan[1:], float(eps))
-    return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
+    return aligned((*aligned(rows_words(addresses, problem, eps)), *weight, *plan[1:]))

@@ -24,6 +24,23 @@ def test_plan(capsys):
     assert code == 0 and out.strip() == "\n\n".join(expected)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("1024", "--rows", "65536"), "one kernel, because norm_linear.cu, with a fold in each"),
+        (("1024", "--rows", "1"), "one kernel, because norm_linear_few.cu is measured to be"),
+        (("1024",), "a norm and a product after it, because a fold in each call is slower"),
+        (("1024", "--rows", "65536", "--residual"), "a norm and a product after it, because the"),
+        (("1024", "--rows", "65536", "--norm", "rms_norm"), "a norm and a product after it"),
+    ],
+    ids=" ".join,
+)
+def test_plan_with_a_linear_layer(capsys, arguments, expected):
+    code, out, _ = call(capsys, "plan", *arguments, "--device", "H200", "--linear", "4096")
+    assert code == 0
+    assert out.splitlines()[-1].startswith(f"with a linear layer of 4096 outputs: {expected}")
+
+
 def test_plan_options(capsys):
     code, out, _ = call(
         capsys,

@@ -15,12 +15,12 @@ from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
-from cupynorm.plan.few_products import MOST_ROWS, FewRowsProblem, few_launch
+from cupynorm.plan.few_products import MOST_ROWS, few_launch
 from cupynorm.plan.instances import Kernel, Launch
 from cupynorm.plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
 from cupynorm.plan.products import DTYPES as PRODUCT_DTYPES
-from cupynorm.plan.products import fold_launch, product_launch
+from cupynorm.plan.products import NormLinearProblem, fold_launch, product_launch
 from cupynorm.plan.several_products import several_launch
 from cupynorm.plan.split_rows import (
     Part,
@@ -288,11 +288,11 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
         ((each, "bfloat16", "bfloat16", True) for each in range(1, MOST_ROWS + 1)),
         ((each, "float16", None, False) for each in (1, MOST_ROWS)),
     ):
-        few = FewRowsProblem(num_rows, 1024, 8, dtype, weight, weight, flag, flag)
+        few = NormLinearProblem(num_rows, 1024, 8, dtype, weight, weight, flag, flag)
         found.append(few_launch(device, few).launch)
     if device.compute_capability == 90:
         for dtype, weight, flag in (("bfloat16", "float32", True), ("float16", None, False)):
-            few = FewRowsProblem(3, 1024, 8, dtype, weight, weight, flag, flag)
+            few = NormLinearProblem(3, 1024, 8, dtype, weight, weight, flag, flag)
             found.append(several_launch(device, few).launch)
         for dtype, centered, size in itertools.product(PRODUCT_DTYPES, (True, False), (1, 2)):
             plan = product_launch(device, 8, 8, dtype, centered=centered, cluster_size=size)

@@ -22,7 +22,8 @@ from cupynorm.check.allowed import half_ulp
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.dtypes import decode, encode
 from cupynorm.gpu.tensor_maps import map_on_cpu, tensor_map
-from cupynorm.plan.few_products import FewRowsProblem, few_launch, few_words
+from cupynorm.plan.few_products import few_launch, few_words
+from cupynorm.plan.products import NormLinearProblem
 from cupynorm.plan.several_products import several_launch, several_words
 
 Parts = tuple[np.ndarray, np.ndarray]
@@ -36,13 +37,15 @@ def split(problem: ProductProblem) -> tuple[ProductProblem, Parts]:
     return replace(problem, x=added), parts
 
 
-def planned(problem: ProductProblem) -> FewRowsProblem:
+def planned(problem: ProductProblem) -> NormLinearProblem:
     of_norm = [
         None if each is None else problem.norm_dtype
         for each in (problem.norm_weight, problem.norm_bias)
     ]
     sizes = (*problem.x.shape, len(problem.weight))
-    return FewRowsProblem(*sizes, problem.dtype, *of_norm, problem.centered, problem.zero_centered)
+    return NormLinearProblem(
+        *sizes, problem.dtype, *of_norm, problem.centered, problem.zero_centered
+    )
 
 
 def run(
@@ -73,25 +76,24 @@ def run(
         put(machine, x, problem.dtype),
         put(machine, residual, problem.dtype),
         put(machine, added, problem.dtype),
-        put(machine, problem.weight, problem.dtype),
         put(machine, problem.bias, problem.dtype),
         put(machine, problem.norm_weight, problem.norm_dtype),
         put(machine, problem.norm_bias, problem.norm_dtype),
         *made,
     ]
     addresses = tuple(address for _, address in given)
+    held, weight = put(machine, problem.weight, problem.dtype)
     if several:
         plan = several_launch(replace(device, clusters=((2, num_sms),)), asked, **options)
-        matrix = (addresses[3], *problem.weight.shape, 2 * problem.weight.shape[1])
+        matrix = (weight, *problem.weight.shape, 2 * problem.weight.shape[1])
         if isinstance(machine, CpuMachine):
-            weight = map_on_cpu(*matrix, plan.loaded)
+            tiles = map_on_cpu(*matrix, plan.loaded)
         else:
-            weight = tensor_map(*matrix, problem.dtype, plan.loaded)
-        others = (*addresses[:3], *addresses[4:])
-        machine.launch(plan.launch, several_words(weight, others, asked, plan, EPS))
+            tiles = tensor_map(*matrix, problem.dtype, plan.loaded)
+        machine.launch(plan.launch, several_words(tiles, addresses, asked, plan, EPS))
     else:
         plan = few_launch(device, asked)
-        machine.launch(plan.launch, few_words(addresses, asked, plan, EPS))
+        machine.launch(plan.launch, few_words(weight, addresses, asked, plan, EPS))
     y, mean, rstd = (machine.get(each) for each, _ in made)
     if residual is not None:
         np.testing.assert_array_equal(decode(machine.get(given[2][0]), problem.dtype), problem.x)

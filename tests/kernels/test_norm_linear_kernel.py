@@ -65,11 +65,13 @@ def test_outliers_and_constant_rows(machine):
     problem = draw(RAGGED, "bfloat16")
     problem.x[::3, 3] = 60
     problem.x[1::3, 150] = -500
-    problem.x[5] = 3.0
-    problem.x[6] = -(2.0**-10)
+    for row, value in {5: 3.0, 6: -(2.0**-10), 7: 1000.0, 8: 0.0}.items():
+        problem.x[row] = value
     found = assert_right(problem, machine)
-    assert found.mean[5] == 3 and found.mean[6] == -(2.0**-10)
-    assert np.float32(found.rstd[5]) == np.float32(EPS) ** np.float32(-0.5)
+    for row in range(5, 9):
+        assert found.mean[row] == problem.x[row, 0]
+        assert np.float32(found.rstd[row]) == np.float32(EPS) ** np.float32(-0.5)
+        np.testing.assert_array_equal(found.y[row], found.y[8])
 
 
 def test_same_bits_however_the_work_is_shared(machine):

@@ -82,7 +82,7 @@ WRONG_SPLITS = (
             ValueError,
             r"sizes \[6, 8\], 14 together; expected out_features of all ranks, 16",
         ),
-        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None, 'fold' or 'kernel'"),
+        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None, 'plain', 'fold' or"),
         (
             {"fused": "fold", "return_layernorm_output": True},
             ValueError,

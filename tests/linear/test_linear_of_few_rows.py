@@ -9,6 +9,7 @@ from linear_bounds import assert_right, draw
 import cupynorm
 from cupynorm.plan import few_products, several_products
 from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.products import NormLinearProblem
 
 torch = pytest.importorskip("torch")
 
@@ -36,7 +37,7 @@ def test_plan(device, sizes):
     """Every output has a block, and every block has some."""
     device = DEVICES[device]
     assert few_products.why_not(device, "bfloat16", sizes) is None
-    problem = few_products.FewRowsProblem(*sizes, "bfloat16", None, None, True, False)
+    problem = NormLinearProblem(*sizes, "bfloat16", None, None, True, False)
     plan = few_products.few_launch(device, problem)
     assert plan.launch.smem_bytes <= device.smem_per_block
     blocks, outputs = plan.launch.grid_size, plan.outputs_of_block
@@ -47,36 +48,16 @@ def test_plan(device, sizes):
     ("device", "dtype", "sizes", "reason"),
     [
         ("H200", "bfloat16", (3, 4096, 64), "is for 1 to 2 rows; the input has 3"),
-        ("H200", "bfloat16", (1, 16392, 64), "multiples of 8 to 16384; in_features is 16392"),
-        ("H200", "float16", (1, 60, 64), "multiples of 8 to 16384; in_features is 60"),
+        ("H200", "bfloat16", (1, 16392, 64), "multiples of 8 up to 16384; in_features is 16392"),
+        ("H200", "float16", (1, 60, 64), "multiples of 8 up to 16384; in_features is 60"),
         ("A100", "bfloat16", (2, 16384, 300000), "300000 outputs do not fit"),
-        ("H200", "bfloat16", (1, 64, 0), "needs 1 or more outputs; the weight has 0"),
+        ("H200", "bfloat16", (1, 64, 0), "1 or more outputs; out_features is 0"),
         ("H200", "float32", (1, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
     ],
     ids=str,
 )
 def test_reasons(device, dtype, sizes, reason):
     assert reason in few_products.why_not(DEVICES[device], dtype, sizes)
-
-
-@pytest.mark.parametrize(
-    ("device", "sizes", "expected"),
-    [
-        ("H200", (1, 4096, 12288), True),
-        ("H100", (2, 8192, 8192), True),
-        ("H200", (1, 8192, 28672), False),
-        ("A100", (1, 4096, 12288), False),
-        ("H200", (16, 4096, 12288), True),
-        ("H200", (8, 8192, 8192), True),
-        ("H200", (9, 8192, 8192), False),
-        ("H200", (16, 2048, 6144), False),
-        ("H200", (3, 8192, 28672), False),
-    ],
-    ids=str,
-)
-def test_where_it_is_faster(device, sizes, expected):
-    planner = few_products if sizes[0] < 3 else several_products
-    assert planner.is_faster(DEVICES[device], sizes) is expected
 
 
 SEVERAL = (
@@ -94,7 +75,7 @@ def test_plan_of_several_rows(sizes):
     """Every output and every column has a block, and the ring has two stages or more."""
     device = DEVICES["H200"]
     assert several_products.why_not(device, "float16", sizes) is None
-    problem = few_products.FewRowsProblem(*sizes, "float16", None, None, True, False)
+    problem = NormLinearProblem(*sizes, "float16", None, None, True, False)
     plan = several_products.several_launch(device, problem)
     size = plan.launch.cluster_size
     assert size == 2
@@ -110,9 +91,9 @@ def test_plan_of_several_rows(sizes):
         ("H200", "bfloat16", (2, 4096, 64), "is for 3 to 16 rows; the input has 2"),
         ("H200", "bfloat16", (17, 4096, 64), "is for 3 to 16 rows; the input has 17"),
         ("A100", "bfloat16", (3, 4096, 64), "is for compute capability 9.0; A100 has another"),
-        ("H200", "float16", (3, 60, 64), "multiples of 8 to 8192; in_features is 60"),
-        ("H200", "float16", (3, 8200, 64), "multiples of 8 to 8192; in_features is 8200"),
-        ("H200", "bfloat16", (3, 64, 0), "needs 1 or more outputs; the weight has 0"),
+        ("H200", "float16", (3, 60, 64), "multiples of 8 up to 8192; in_features is 60"),
+        ("H200", "float16", (3, 8200, 64), "multiples of 8 up to 8192; in_features is 8200"),
+        ("H200", "bfloat16", (3, 64, 0), "1 or more outputs; out_features is 0"),
         ("H200", "float32", (3, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
     ],
     ids=str,

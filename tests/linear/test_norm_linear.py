@@ -287,7 +287,7 @@ def test_wrong_arguments_are_refused(library):
         with pytest.raises(error, match=sentence):
             cupynorm.layer_norm_linear(*(given[name] for name in names))
     given = [right[name] for name in names]
-    with pytest.raises(ValueError, match="fused is 'gemm'; expected None, 'fold' or 'kernel'"):
+    with pytest.raises(ValueError, match="fused is 'gemm'; expected None, 'plain', 'fold' or"):
         cupynorm.layer_norm_linear(*given, fused="gemm")
     with pytest.raises(ValueError, match="no normalised tensor exists"):
         cupynorm.layer_norm_linear(*given, fused="fold", return_normalized=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from linear_bounds import assert_right, draw
 
 import cupynorm
-from cupynorm.plan import products
+from cupynorm.check.activations import read
+from cupynorm.plan import product_choice, products
 from cupynorm.plan.devices import DEVICES
 
 torch = pytest.importorskip("torch")
@@ -23,8 +25,10 @@ from linear_cases import (  # noqa: E402
     recorded,
     rms_off,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
+from cupynorm.linear import fold as folding  # noqa: E402
 from cupynorm.linear import one_kernel  # noqa: E402
 from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_options  # noqa: E402
 
@@ -63,9 +67,9 @@ def test_it_has_no_normalized_tensor():
         ("H200", "bfloat16", (1024, 4096, 8192), None),
         ("A100", "bfloat16", (9, 64, 64), "is for compute capability 9.0; A100 has another"),
         ("H200", "float32", (9, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
-        ("H200", "bfloat16", (9, 60, 64), "needs multiples of 8; in_features is 60"),
-        ("H200", "bfloat16", (9, 64, 60), "needs multiples of 8; out_features is 60"),
-        ("H200", "bfloat16", (2**31, 64, 64), "at most 2147483647 rows; the input has 2147483648"),
+        ("H200", "bfloat16", (9, 60, 64), "multiples of 8 up to 2147483647; in_features is 60"),
+        ("H200", "bfloat16", (9, 64, 60), "a multiple of 8 outputs; out_features is 60"),
+        ("H200", "bfloat16", (2**31, 64, 64), "1 to 2147483647 rows; the input has 2147483648"),
         ("H200", "bfloat16", (1023, 64, 8192), "slower for less than 8388608 results; 1023 x 8192"),
     ],
     ids=str,
@@ -90,6 +94,155 @@ def test_reasons_of_a_call_on_a_cpu():
     x, weight = torch.ones(3, 8), torch.ones(8, 8)
     given = LinearCall(Operands(x, None, None, None, (weight,), ()), options_of(x.dtype))
     assert "on a GPU" in one_kernel.why_not(given) and one_kernel.folds(given) is None
+
+
+# The default.
+
+LAUNCH = launch_options(0)
+DEFAULT = LinearOptions(True, 1e-5, False, False, False, None, LAUNCH, torch.bfloat16)
+
+
+def default_call(num_rows=16384, in_features=2048, out_features=2048, **options):
+    """A call on a GPU that may not be there: its tensors have no memory."""
+    with FakeTensorMode():
+        x = torch.empty(num_rows // 8, 8, in_features, dtype=torch.bfloat16, device="cuda")
+        parts = [x.new_empty(out_features // 2, in_features) for _ in range(2)]
+        norm = [x.new_empty(in_features) for _ in range(2)]
+        residual = x.new_empty(x.shape) if options.pop("residual", False) else None
+    return LinearCall(Operands(x, residual, *norm, parts, ()), DEFAULT._replace(**options))
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """What a call on an H200 takes, as far as its sizes and options say."""
+    monkeypatch.setattr(one_kernel.launch, "device", lambda index: DEVICES["H200"])
+    monkeypatch.setattr(one_kernel, "why_not", lambda call: None)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"num_rows": 8184}, "8192 rows or more"),
+        ({"in_features": 0}, "8192 rows or more"),
+        ({"out_features": 8192}, "fewer than 4 for each output"),
+        ({"in_features": 4096}, "in_features is 4096"),
+        ({"return_normalized": True}, "asks for the normalised tensor"),
+        ({"save_normalized": True}, "asks for the normalised tensor"),
+        ({"residual": True}, "also adds the residual"),
+        ({"launch": launch_options({"forward": 8})}, "leaves some multiprocessors free"),
+        ({"launch": launch_options(8)}, "leaves some multiprocessors free"),
+        ({"has_norm": False}, "there is no norm"),
+    ],
+    ids=str,
+)
+def test_default_of_a_call(options, reason):
+    call = default_call(**options)
+    found = one_kernel.why_not_by_default(call)
+    assert found is None if reason is None else reason in found
+    assert one_kernel.computes(call) is (reason is None)
+    assert one_kernel.folds(call) is None  # so that no fold is cached
+
+
+@pytest.mark.usefixtures("h200")
+def test_default_of_several_ranks(monkeypatch):
+    """Their collectives occupy multiprocessors, on which blocks of the kernel would wait."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for size, expected in ((1, True), (2, False)):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda size=size: size)
+        assert one_kernel.computes(default_call()) is expected
+    assert "collectives of several ranks" in one_kernel.why_not_by_default(default_call())
+
+
+@pytest.mark.usefixtures("h200")
+def test_default_of_a_call_that_the_kernel_cannot_take(monkeypatch):
+    monkeypatch.setattr(one_kernel, "why_not", lambda call: "the kernel needs contiguous tensors")
+    assert one_kernel.why_not_by_default(default_call()) == "the kernel needs contiguous tensors"
+    assert not one_kernel.computes(default_call())
+
+
+@pytest.fixture
+def by_folds(monkeypatch):
+    """The default as the kernel computes it, on a CPU. The list has the weight of each fold."""
+    folded_weights = []
+
+    def forward(call, folded):
+        assert folded is None, "a default call was given a fold that was made before"
+        x, options = call.operands.input, call.options
+        mean = x.mean(-1)
+        rstd = (x.var(-1, correction=0) + options.eps).rsqrt()
+        made = folding.fold_call(call)
+        folded_weights.append(made.weight)
+        return folding.project_folded(x, mean, rstd, made), mean, rstd, x
+
+    monkeypatch.setattr(one_kernel, "computes", lambda call: call.options.fused is None)
+    monkeypatch.setattr(one_kernel, "forward", forward)
+    return folded_weights
+
+
+def test_default_folds_in_each_call_and_keeps_nothing(by_folds):
+    """So it follows what is written to weight.data, which a cached fold does not."""
+    module, x = LayerNormLinear(24, 16, **CPU), torch.randn(5, 24)
+    kept = len(folding._cache)
+    with torch.no_grad():
+        first = module(x)
+        module.weight.data.mul_(2)
+        module.bias.data.add_(3)
+        torch.testing.assert_close(module(x), first * 2 + 3)
+        for is_first in (True, False, None):
+            module(x, is_first_microbatch=is_first)
+    module(x).sum().backward()
+    assert len(by_folds) == 6 and len({each.data_ptr() for each in by_folds}) == 6
+    assert module._folded is None and len(folding._cache) == kept
+
+
+LAYERS = ({}, {"main_grad": True}, {"microbatch": True}, {"parameters_split": ("q", "k")})
+
+
+@pytest.mark.parametrize("way", LAYERS, ids=str)
+def test_gradients_of_the_default_are_those_of_the_plain_path(by_folds, way):
+    """They are made of x, mean and rstd. y differs: it is that of the kernel."""
+    accumulates, is_first = way.get("main_grad", False), way.get("microbatch")
+    split = {name: value for name, value in way.items() if name == "parameters_split"}
+    options = {**split, "fuse_wgrad_accumulation": accumulates, **CPU}
+    modules = [LayerNormLinear(24, 16, fused=each, **options) for each in (None, "plain")]
+    modules[1].load_state_dict(modules[0].state_dict())
+    x, found = torch.randn(5, 24), []
+    for module in modules:
+        rows = x.clone().requires_grad_()
+        for weight in module._weights() if accumulates else ():
+            weight.main_grad = torch.zeros(weight.shape)
+        y = module(rows, is_first_microbatch=is_first)
+        y.square().sum().backward()
+        weights = [each.main_grad if accumulates else each.grad for each in module._weights()]
+        biases = [each.grad for each in module._biases()]
+        of_norm = [module.layer_norm_weight.grad, module.layer_norm_bias.grad]
+        found.append((y, rows.grad, *weights, *biases, *of_norm))
+    assert len(by_folds) == 1
+    for ours, plain in zip(*found):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_double_backward_of_the_default(by_folds):
+    given = [torch.randn(*each, dtype=torch.float64) for each in ((3, 8), (8,), (8,), (4, 8), (4,))]
+    given = [each.requires_grad_() for each in given]
+    assert torch.autograd.gradgradcheck(cupynorm.layer_norm_linear, given)
+    assert by_folds
+
+
+def test_plain_names_the_plain_path(by_folds):
+    """With it the normalised tensor can be returned and saved."""
+    module = LayerNormLinear(24, 16, fused="plain", return_layernorm_output=True, **CPU)
+    x = torch.randn(5, 24)
+    y, normalized = module(x)
+    assert torch.equal(y, torch.nn.functional.linear(normalized, module.weight, module.bias))
+    module = LayerNormLinear(24, 16, fused="plain", save_normalized=True, **CPU)
+    assert module.linear_options(torch.float32).save_normalized
+    assert "fused='plain'" in repr(module) and not by_folds
+    with pytest.raises(ValueError, match="fused is 'plane'; expected None, 'plain', 'fold' or"):
+        LayerNormLinear(8, 8, fused="plane", **CPU)
 
 
 # On a GPU.
@@ -152,3 +305,112 @@ def test_what_does_not_fit_takes_the_plain_path():
         part = weight[:, : each.shape[1]].contiguous().to(each.dtype)
         made = cupynorm.rms_norm_linear(each, None, part, fused="kernel")
         assert torch.equal(made, cupynorm.rms_norm_linear(each, None, part))
+
+
+ROWS, OUT = 32768, 2048  # enough for the default with 1024 columns
+
+
+@pytest.fixture
+def takes_kernel():
+    name = torch.cuda.get_device_name()
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"the default of {name} is the plain path")
+
+
+def rows_of(kind, num_cols):
+    """Rows in float32 on a GPU: what they are, or their mean in standard deviations."""
+    draw = partial(torch.randn, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    x = draw(ROWS, num_cols)
+    if kind == "outliers":
+        x[:, 3] += 36
+        x[:, num_cols // 2] *= -60
+        x[::7, 5] = 500
+    elif kind == "constant rows":
+        x = (x[:, :1] * 1000).expand(ROWS, num_cols).contiguous()
+    elif kind != "random":
+        x += kind
+    return x
+
+
+def real_layer():
+    """x, norm_weight and norm_bias of a pretrained encoder, in float32, and their eps."""
+    layer = list(read(Path(__file__).parents[1] / "data" / "minilm_layer_norms.npz"))[0]
+    rows = np.resize(layer.x, (ROWS, layer.x.shape[1]))
+    on_gpu = partial(torch.tensor, dtype=torch.float32, device="cuda")
+    return *map(on_gpu, (rows, layer.weight, layer.bias)), layer.eps
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("takes_kernel")
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ("random", 64, 1000, "outliers", "constant rows", "real"))
+def test_default_is_as_exact_as_the_plain_path(kind, monkeypatch):
+    """The error of y is at most 1.1 times the plain path's."""
+    calls, forward = [], one_kernel.forward
+    monkeypatch.setattr(one_kernel, "forward", lambda *given: calls.append(1) or forward(*given))
+    num_cols, out_features, eps = product_choice.MOST_CENTERED_COLS, OUT, 1e-5
+    if kind == "real":
+        x, norm_weight, norm_bias, eps = real_layer()
+        num_cols, out_features = x.shape[1], 4 * OUT
+    else:
+        x = rows_of(kind, num_cols)
+        norm_weight, norm_bias = torch.randn(2, num_cols, device="cuda") / 2
+        norm_weight += 1
+    weight = torch.randn(out_features, num_cols, device="cuda") * num_cols**-0.5
+    given = [each.bfloat16() for each in (x, norm_weight, norm_bias, weight, weight[:, 0] * 20)]
+    made, plain = (cupynorm.layer_norm_linear(*given, eps, fused=each) for each in (None, "plain"))
+    x, norm_weight, norm_bias, *linear = (each.double() for each in given)
+    normalized = torch.nn.functional.layer_norm(x, (num_cols,), norm_weight, norm_bias, eps)
+    exact = torch.nn.functional.linear(normalized, *linear)
+    assert (made - exact).norm() <= 1.1 * (plain - exact).norm() and len(calls) == 1
+
+
+@pytest.fixture
+def layer(takes_kernel):
+    """A layer and its input. The second of both is that of the plain path."""
+    torch.manual_seed(0)
+    options = {"params_dtype": torch.bfloat16}
+    made = [LayerNormLinear(1024, OUT, fused=fused, **options) for fused in (None, "plain")]
+    made[1].load_state_dict(made[0].state_dict())
+    return *made, torch.randn(ROWS, 1024, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_default_follows_writes_and_keeps_no_memory(layer):
+    module, plain, x = layer
+    with torch.no_grad():
+        y = module(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        module.weight.data.mul_(2)
+        plain.weight.data.mul_(2)
+        again = module(x)
+        assert torch.cuda.memory_allocated() - before == again.nbytes
+        assert torch.equal(again, 2 * y) and not torch.equal(again, plain(x))
+        assert (again - plain(x)).norm() <= 2**-7 * again.norm()
+        assert_replays_see_new_values(module, x)
+
+
+@pytest.mark.gpu
+def test_gradients_of_the_default(layer):
+    module, plain, x = layer
+    dy, found = torch.randn(ROWS, OUT, device="cuda", dtype=torch.bfloat16), []
+    for each in (module, plain):
+        rows = x.clone().requires_grad_()
+        y = each(rows)
+        y.backward(dy)
+        found.append((y, rows.grad, *(parameter.grad for parameter in each.parameters())))
+    assert not torch.equal(found[0][0], found[1][0])
+    for ours, theirs in zip(*found):
+        assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
+
+
+@pytest.mark.gpu
+def test_compiled_calls_take_the_same_default(layer):
+    """As one operator, which chooses when it runs."""
+    module, _, x = layer
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), module(x))
+    rows = x.clone().requires_grad_()
+    assert torch.equal(compiled(rows), module(x))
