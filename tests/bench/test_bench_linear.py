@@ -242,7 +242,7 @@ def test_refused_arguments():
     ("title", "file", "most_rows", "count"),
     [
         ("1 and 2 rows in bfloat16", "h200_decoding.json", 2, 16),
-        ("3 to 16 rows in bfloat16", "h200_several_rows.json", 16, 13),
+        ("3 to 16 rows in bfloat16", "h200_several_rows.json", 16, 15),
     ],
 )
 def test_the_tables_of_few_rows_are_those_of_their_samples(title, file, most_rows, count):
