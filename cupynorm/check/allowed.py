@@ -24,7 +24,8 @@ n rounded terms add up like a random walk. All is per element.
              + s(dy * x_hat) + h(dweight)
              The rounding of a mean moves the x_hat of its row as one, by up to m whole: m is not a
              sum of many errors, and 2 standard deviations would not be enough. Welford's m is such
-             a sum, and belongs to e.
+             a sum, and belongs to e. Rows and dy that are all equal are off by the same, so that
+             nothing cancels: sum |dy * e|.
     dbias    s(dy) + h(dbias)
     dx_sum   2 * sqrt(sum d^2) + s(dx) + h(dx_sum), with d allowed of dx before it is rounded
              s(t) = u * (4 + 2 * sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over
@@ -361,7 +362,9 @@ class _Rows:
         of_mean = 0.0 if self.rounded_mean else self.of_mean
         allowed = 2 * _length(dy * (self.e_backward - of_mean))
         off = np.abs(dy * of_mean)
-        return allowed + np.minimum(6 * _length(off), off.sum(axis=0))
+        allowed = allowed + np.minimum(6 * _length(off), off.sum(axis=0))
+        are_equal = (self.x == self.x[:1]).all() & (dy == dy[:1]).all(axis=0)
+        return np.where(are_equal, np.abs(dy * self.e_backward).sum(axis=0), allowed)
 
     def _allowed_of_sum_over_rows(self, terms: np.ndarray) -> np.ndarray:
         num_rows = max(1, self.problem.case.num_rows)

@@ -80,6 +80,18 @@ def test_an_error_that_is_allowed_there_is_found_elsewhere():
     assert spreads == dict.fromkeys(spreads, (set(), {"rstd", "y"}))
 
 
+def test_equal_rows_are_off_by_the_same():
+    """The rounding of their mean moves x_hat of all of them by as much: dweight has the sum."""
+    problem = neighbours(Case("layer_norm", 400, 11, "float32"), 2.0**29, 0.5)
+    problem.x[:], problem.dy[:] = problem.x[0], problem.dy[0]
+    assert not off(problem)
+
+    def spoil(results):
+        results["dweight"] *= 4
+
+    assert off(problem, spoil) == {"dweight"}
+
+
 @pytest.mark.parametrize("mean", [3.0, 1e9 / 3])
 def test_nothing_more_is_allowed_of_constant_rows(mean):
     problem = neighbours(CLUSTER, mean, 0.0)
