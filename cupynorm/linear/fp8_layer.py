@@ -183,6 +183,9 @@ class Fp8Layer(GradientLayer):
         if modes.is_inside_backward():
             return  # a checkpoint runs the call again
         _refuse_transforms()
+        if operands.input.is_nested:
+            values = nested.Packing(operands.input, 1).values(operands.input, "input")
+            operands = operands._replace(input=values)
         recipe, options = region.calibration, self.linear_options(torch.float32)
         with torch.no_grad(), outside_autocast(operands.input):
             quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=True)

@@ -71,7 +71,7 @@ def why_not_by_default(call: LinearCall) -> str | None:
         return "there is no norm"
     if options.return_normalized or options.save_normalized:
         return "the call asks for the normalised tensor, which the kernel does not make"
-    if options.launch.sm_margin:
+    if any(options.launch.of(kind).sm_margin for kind in ("forward", "inference")):
         return "the call leaves some multiprocessors free, and the kernel needs all"
     if _has_ranks():
         return (
