@@ -235,6 +235,14 @@ class LayerNormLinear(OneRankLayerNormLinear):
             y = quantized.quantizers.quantize("output", as_rows(y))
         return y, normalized
 
+    def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
+        if self._is_shared and self.parallel_mode == "row":
+            raise NotImplementedError(
+                f"calibrating is True and parallel_mode 'row' with tp_size {self.tp_size}; "
+                "expected calibrating=False, because a rank has no whole rows to normalise"
+            )
+        super()._record_amaxes(operands, region)
+
     def _check_amaxes(self, call: RegionCall) -> None:
         """Raises where ranks that share an 8-bit tensor would have scales of their own."""
         recipe, group = call.region.recipe, call.region.group

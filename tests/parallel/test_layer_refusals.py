@@ -6,7 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cupynorm import BlockScaling, LayerNormLinear, Linear, fp8_model_init  # noqa: E402
+from cupynorm import (  # noqa: E402
+    BlockScaling,
+    LayerNormLinear,
+    Linear,
+    fp8_autocast,
+    fp8_model_init,
+)
 from cupynorm.parallel.checkpoints import distributed_state_dict  # noqa: E402
 from cupynorm.parallel.gathered_weights import gather_in_8_bits  # noqa: E402
 from cupynorm.parallel.overlap import SymmetricSum  # noqa: E402
@@ -36,6 +42,17 @@ def make(mode: str, **options) -> LayerNormLinear:
 def test_inputs(mode, shape, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(mode, sequence_parallel=True)(torch.ones(shape))
+
+
+def test_calibration_of_rows_that_ranks_share(monkeypatch):
+    monkeypatch.setattr(Ranks, "agree", lambda *given: None)  # the ranks' calls are alike
+    layer = make("row")
+    with fp8_autocast(enabled=False, calibrating=True):
+        with pytest.raises(
+            NotImplementedError, match="calibrating is True and parallel_mode 'row'"
+        ):
+            layer(torch.ones(4, 12))
+    assert layer.state_dict()["_extra_state"].numel() == 0
 
 
 def test_a_state_dict_without_a_group():
