@@ -26,9 +26,9 @@ __device__ __forceinline__ bool register_pack_in_row(int pack, int num_cols) {
   return pack < tile.packs_per_thread - 1 || register_col<tile>(pack) < num_cols;
 }
 
-// A float sum of so many values of one magnitude is exact: it is less than 2^24 times their last
-// bit.
+// A float sum of so many values of about one magnitude is exact: it is less than 2^24 times their
+// last bit. They may lie on both sides of a power of two, which costs one bit.
 template <class Held>
-constexpr int most_exact_cols = is_same<Held, __nv_bfloat16> ? 1 << 16
-                                : is_same<Held, __half>      ? 1 << 13
+constexpr int most_exact_cols = is_same<Held, __nv_bfloat16> ? 1 << 15
+                                : is_same<Held, __half>      ? 1 << 12
                                                              : 0;

@@ -110,6 +110,17 @@ def test_t01_mean_far_larger_than_spread_in_arrays(name, rows):
     assert_right(problem, api_results(problem, library(name)))
 
 
+@pytest.mark.parametrize("num_cols", [4088, 8080])
+def test_t01_values_on_both_sides_of_a_power_of_two(num_cols, where):
+    """Below the power float16 has one bit more, so float32 rounds the sum of 8080 values.
+
+    A float32 y shows the error of a mean that is off by half a unit in its last place.
+    """
+    rows = np.random.default_rng(0).standard_normal((16, num_cols)) + 130
+    assert (rows < 128).any(axis=1).all()
+    check(with_rows(Case("layer_norm", 0, 0, "float16", y="float32", weight=None), rows), where)
+
+
 CONSTANTS = np.array([14.0, 1234.0, 0.0, 0.1, -1 / 3, 1e-3 + 1e4])
 # Values whose sums float32 rounds. float16 does not have the first.
 ROUNDED_CONSTANTS = np.array([-3507424260.0, 4.388819e-05])
