@@ -1,7 +1,8 @@
 """What the gradient check allows: the float64 result of each tensor, and the error of each element.
 
 u is the rounding error of the arithmetic: 2^-24, and 2^-53 for float64. h(v) is half a unit in the
-last place of the output's dtype at v. n is num_cols. g = u * (4 + sqrt(n)): the errors of a sum of
+last place of the output's dtype at v; of a gradient v is as large as the other terms allow. n is
+num_cols. g = u * (4 + sqrt(n)): the errors of a sum of
 n rounded terms add up like a random walk. All is per element.
 
     x_hat    e = (g * a * (1 + |x_hat|) + g * c) * (1 + q) + q * |x_hat| + m + m^2 * |x_hat|
@@ -24,8 +25,8 @@ n rounded terms add up like a random walk. All is per element.
              + s(dy * x_hat) + h(dweight)
              The rounding of a mean moves the x_hat of its row as one, by up to m whole: m is not a
              sum of many errors, and 2 standard deviations would not be enough. Welford's m is such
-             a sum, and belongs to e. Rows and dy that are all equal are off by the same, so that
-             nothing cancels: sum |dy * e|.
+             a sum, and belongs to e. If all dy are equal, and all rows within a unit in the last
+             place, the rows are off by about the same, and nothing cancels: sum |dy * e|.
     dbias    s(dy) + h(dbias)
     dx_sum   2 * sqrt(sum d^2) + s(dx) + h(dx_sum), with d allowed of dx before it is rounded
              s(t) = u * (4 + 2 * sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over
@@ -105,6 +106,11 @@ def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.maximum(np.abs(values) * kind.half_ulp, floor)
 
 
+def _rounded(values: np.ndarray, allowed: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """values, and what is allowed once the result is rounded, at the largest that it may be."""
+    return values, allowed + half_ulp(np.abs(values) + allowed, dtype)
+
+
 def expect(
     problem: Problem,
     *,
@@ -161,7 +167,7 @@ def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
         dx = problem.scaled(dsum)
         dx_allowed = np.abs(problem.scaled(dsum_allowed)) + 4 * rows.u * np.abs(dx)
         dx_allowed = dx_allowed + rows.t + rows.f * rows.factor
-    expected = {"dx": (dx, dx_allowed + half_ulp(dx, case.x))}
+    expected = {"dx": _rounded(dx, dx_allowed, case.x)}
     if case.dx_sum:
         expected["dx_sum"] = rows.sum_of_dx(dx, dx_allowed)
     if case.recompute:
@@ -170,7 +176,7 @@ def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
     names = ("dweight", "dbias")
     expected |= {f"{name}1": second[name] for name in names if name in second}
     if case.has_own_sum and problem.residual is not None:
-        expected["dresidual"] = dsum, dsum_allowed + half_ulp(dsum, case.added)
+        expected["dresidual"] = _rounded(dsum, dsum_allowed, case.added)
     return expected
 
 
@@ -337,7 +343,7 @@ class _Rows:
         """The sum over rows. The errors of dx add up like a random walk."""
         total, dtype = dx.sum(axis=0), self.problem.case.dx_sum
         of_rows = 2 * np.sqrt((allowed**2).sum(axis=0)) + self._allowed_of_sum_over_rows(dx)
-        return total, of_rows + half_ulp(total, dtype)
+        return _rounded(total, of_rows, dtype)
 
     def gradients_of_parameters(self) -> Expected:
         """dweight and dbias, those that there are."""
@@ -350,12 +356,11 @@ class _Rows:
                 allowed = self._allowed_of_x_hat_in_sums(dy)
             allowed = allowed + self._allowed_of_sum_over_rows(dy * self.x_hat)
             allowed = allowed + (self.t + self.f * (1 + self.size)).sum(axis=0)
-            dweight = self.gradients.dweight
-            expected["dweight"] = dweight, allowed + half_ulp(dweight, case.dtype("weight"))
+            weight = case.dtype("weight")
+            expected["dweight"] = _rounded(self.gradients.dweight, allowed, weight)
         if self.problem.bias is not None:
             allowed = self._allowed_of_sum_over_rows(self.problem.dy) + 2 * self.f * case.num_rows
-            dbias = self.gradients.dbias
-            expected["dbias"] = dbias, allowed + half_ulp(dbias, case.dtype("bias"))
+            expected["dbias"] = _rounded(self.gradients.dbias, allowed, case.dtype("bias"))
         return expected
 
     def _allowed_of_x_hat_in_sums(self, dy: np.ndarray) -> np.ndarray:
@@ -363,8 +368,9 @@ class _Rows:
         allowed = 2 * _length(dy * (self.e_backward - of_mean))
         off = np.abs(dy * of_mean)
         allowed = allowed + np.minimum(6 * _length(off), off.sum(axis=0))
-        are_equal = (self.x == self.x[:1]).all() & (dy == dy[:1]).all(axis=0)
-        return np.where(are_equal, np.abs(dy * self.e_backward).sum(axis=0), allowed)
+        unit = 2 * half_ulp(self.x[:1], self.problem.case.sum)
+        are_alike = (np.abs(self.x - self.x[:1]) <= unit).all() & (dy == dy[:1]).all(axis=0)
+        return np.where(are_alike, np.abs(dy * self.e_backward).sum(axis=0), allowed)
 
     def _allowed_of_sum_over_rows(self, terms: np.ndarray) -> np.ndarray:
         num_rows = max(1, self.problem.case.num_rows)

@@ -92,6 +92,34 @@ def test_equal_rows_are_off_by_the_same():
     assert off(problem, spoil) == {"dweight"}
 
 
+@pytest.mark.parametrize("norm, dtype", [("layer_norm", "float32"), ("rms_norm", "float64")])
+def test_rows_that_are_nearly_equal_are_off_by_about_the_same(norm, dtype):
+    """So dweight adds their errors, if dy is equal too."""
+    for mean in np.random.default_rng(0).uniform(1, 2, 20):
+        problem = neighbours(Case(norm, 512, 4, dtype), mean, 0.05)
+        problem.dy[:] = problem.dy[0]
+        assert not off(problem), mean
+    of_equal = expect(problem)["dweight"][1]
+    problem.dy = np.random.default_rng(1).standard_normal(problem.dy.shape)
+
+    def spoil(results):
+        results["dweight"] += 0.7 * of_equal
+
+    assert "dweight" in off(problem, spoil)
+
+
+def test_a_gradient_may_be_rounded_where_the_other_errors_put_it():
+    """y has float16, so an x_hat of one column may be 0.9993, and dx is not near 0. So dx is
+    rounded by more than at 0.
+    """
+    case = Case("rms_norm", 490, 1, "bfloat16", y="float16", bias="float16", memory_efficient=True)
+    problem = random_problem(case)
+    problem.weight[:], problem.bias[:] = 1.4140625, 0.58691406
+    problem.x[:], problem.dy[:] = 6.5, np.linspace(0.1, 0.5, 490)[:, None]
+    problem.dy = decode(encode(problem.dy, "float16"), "float16")
+    assert not off(problem)
+
+
 @pytest.mark.parametrize("mean", [3.0, 1e9 / 3])
 def test_nothing_more_is_allowed_of_constant_rows(mean):
     problem = neighbours(CLUSTER, mean, 0.0)
