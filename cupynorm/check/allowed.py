@@ -25,14 +25,15 @@ n rounded terms add up like a random walk. All is per element.
              + s(dy * x_hat) + h(dweight)
              The rounding of a mean moves the x_hat of its row as one, by up to m whole: m is not a
              sum of many errors, and 2 standard deviations would not be enough. Welford's m is such
-             a sum, and belongs to e. If all dy are equal, and all rows within a unit in the last
+             a sum, and belongs to e. If all dy are equal, and all rows within two units in the last
              place, the rows are off by about the same, and nothing cancels: sum |dy * e|.
     dbias    s(dy) + h(dbias)
     dx_sum   2 * sqrt(sum d^2) + s(dx) + h(dx_sum), with d allowed of dx before it is rounded
              s(t) = u * (4 + 2 * sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over
              rows. Each addition is off by u / sqrt(3) of a partial sum in the mean, so this is
              above five standard deviations for 20 rows in a row, and more for sums of partial sums.
-             The errors of equal terms do not cancel: u * num_rows * |sum t| for those.
+             The errors of terms within 16u of each other do not cancel: u * num_rows * |sum t| for
+             those.
 
     sum         exact. If x is scaled or the sum has a dtype of its own:
                 4u * |scaled x| + u * |sum| + h(sum) + t * (1 + |f| + k), less what does not apply.
@@ -368,8 +369,8 @@ class _Rows:
         allowed = 2 * _length(dy * (self.e_backward - of_mean))
         off = np.abs(dy * of_mean)
         allowed = allowed + np.minimum(6 * _length(off), off.sum(axis=0))
-        unit = 2 * half_ulp(self.x[:1], self.problem.case.sum)
-        are_alike = (np.abs(self.x - self.x[:1]) <= unit).all() & (dy == dy[:1]).all(axis=0)
+        units = 4 * half_ulp(self.x[:1], self.problem.case.sum)
+        are_alike = (np.abs(self.x - self.x[:1]) <= units).all() & (dy == dy[:1]).all(axis=0)
         return np.where(are_alike, np.abs(dy * self.e_backward).sum(axis=0), allowed)
 
     def _allowed_of_sum_over_rows(self, terms: np.ndarray) -> np.ndarray:
@@ -377,8 +378,8 @@ class _Rows:
         total = np.abs(terms.sum(axis=0))
         size = np.maximum(total, _length(terms))
         allowed = self.u * (4 + 2 * np.sqrt(num_rows)) * size
-        are_equal = (terms == terms[:1]).all(axis=0)
-        return np.where(are_equal, np.maximum(allowed, self.u * num_rows * total), allowed)
+        are_alike = (np.abs(terms - terms[:1]) <= 16 * self.u * np.abs(terms[:1])).all(axis=0)
+        return np.where(are_alike, np.maximum(allowed, self.u * num_rows * total), allowed)
 
 
 def _length(terms: np.ndarray) -> np.ndarray:
