@@ -15,8 +15,13 @@ n rounded terms add up like a random walk. All is per element.
              the variance is about |mean| * rstd). Otherwise v is 0.
     y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
              round_x_hat adds |w| * h(x_hat), in the dtype of the input.
-    mean     u * |mean| + g * mean(|x - mean|) + t; Welford: g * |mean| instead of u * |mean|
+    mean     u * |mean| + g * mean(|x - mean|) + t
+             Welford: g * (|mean| + 2 * sqrt(var)) + t. A thread adds the differences from its first
+             value, which may be far from the mean.
     rstd     rstd * (g * a + u + m^2 + v + q), m of forward
+             The errors of equal squares do not cancel while a thread adds them up, half of which
+             reaches rstd. A thread adds up to 128, so a row of two values has at least
+             u * (4 + min(n, 128) / 4) for g.
     dx       rstd * (4u * |wdy| + g * mean(|wdy|)
                      + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e))
                      + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
@@ -326,15 +331,26 @@ class _Rows:
         """y, rstd, and mean in LayerNorm."""
         of_mean = self.of_mean[:, 0] ** 2 if self.rounded_mean else 0.0
         of_mean = of_mean + self.of_variance[:, 0] + self.of_distance[:, 0]
-        of_rstd = self.rstd * (self.g * self.amplified[:, 0] + self.u + of_mean)
+        of_rstd = self.rstd * (self._g_of_squares() * self.amplified[:, 0] + self.u + of_mean)
         of_y = np.abs(self.w) * self.e + self._allowed_of_affine()
         expected = {"y": (self.y, of_y), "rstd": (self.rstd, of_rstd)}
         if self.centered:
-            of_rounding = (self.g if self.rounded_mean else self.u) * np.abs(self.mean)
-            spread = self.g * np.abs(self.centered_x).mean(axis=1)
+            size = np.abs(self.mean)
+            if self.rounded_mean:
+                of_sum = self.g * (size + 2 * np.sqrt((self.centered_x**2).mean(axis=1)))
+            else:
+                of_sum = self.u * size + self.g * np.abs(self.centered_x).mean(axis=1)
             stored = half_ulp(self.mean, compute_dtype(self.problem.case.sum).name)
-            expected["mean"] = self.mean, of_rounding + spread + stored + _FLUSHED
+            expected["mean"] = self.mean, of_sum + stored + _FLUSHED
         return expected
+
+    def _g_of_squares(self) -> np.ndarray:
+        """g of each row, more where squares are equal."""
+        least = self.x.min(axis=1, initial=np.inf, keepdims=True)
+        most = self.x.max(axis=1, initial=-np.inf, keepdims=True)
+        has_two_values = ((self.x == least) | (self.x == most)).all(axis=1)
+        of_equal = self.u * (4 + min(self.problem.case.num_cols, 128) / 4)
+        return np.where(has_two_values, max(self.g, of_equal), self.g)
 
     def recomputed(self) -> tuple[np.ndarray, np.ndarray]:
         """y as backward writes it again."""

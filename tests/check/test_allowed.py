@@ -108,6 +108,37 @@ def test_rows_that_are_nearly_equal_are_off_by_about_the_same(norm, dtype):
     assert "dweight" in off(problem, spoil)
 
 
+def test_errors_of_equal_squares_add_up():
+    """A thread that adds equal squares to their sum rounds each time in the same direction."""
+    case = Case("rms_norm", 20000, 50, "float32", eps=0.0)
+    problem = random_problem(case)
+    problem.x[:] = np.linspace(0.5, 0.6, len(problem.x))[:, None]
+    problem.x[:, :6] = 3.7
+    problem.x = decode(encode(problem.x, "float32"), "float32")
+    squares = (problem.x.astype(np.float32) ** 2).cumsum(axis=1, dtype=np.float32)[:, -1]
+    rstd = 1 / np.sqrt(squares.astype(np.float64) / 50)
+    expected, allowed = expect(problem)["rstd"]
+    off_by = np.abs(rstd / expected - 1)
+    assert (off_by <= allowed / expected).all()
+    problem.x = np.random.default_rng(0).standard_normal(problem.x.shape)
+    expected, allowed = expect(problem)["rstd"]
+    assert (allowed / expected < off_by.max()).all()
+
+
+def test_welford_means_are_off_by_more_where_the_first_value_is_far_from_them():
+    options = {"residual": True, "residual_dtype": "float32", "statistics": "welford"}
+    problem = random_problem(Case("layer_norm", 20000, 8, "float16", **options))
+    problem.x[:] = 0.0
+    problem.residual[:, 0] = np.linspace(-3, -6, len(problem.x))
+    problem.residual = decode(encode(problem.residual, "float32"), "float32")
+    assert not off(problem)
+
+    def spoil(results):
+        results["mean"] += 12 * 2.0**-24 * problem.residual.std(axis=1)
+
+    assert off(problem, spoil) == {"mean"}
+
+
 def test_a_gradient_may_be_rounded_where_the_other_errors_put_it():
     """y has float16, so an x_hat of one column may be 0.9993, and dx is not near 0. So dx is
     rounded by more than at 0.
