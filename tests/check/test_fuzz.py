@@ -383,6 +383,18 @@ def test_failures_are_counted_and_shown(monkeypatch, capsys):
     assert "call 4: " in shown and "OFF: 1 of 10 calls" in shown
 
 
+def test_failures_after_the_first_five_have_a_line_each(monkeypatch, capsys):
+    found = command.Batch(10, 2, [(index, [WRONG]) for index in range(7)])
+    monkeypatch.setattr(command, "_fuzz", lambda *given: found)
+    monkeypatch.setattr(command, "_show", lambda index, *given: print(f"call {index} in full"))
+    assert main.main(["fuzz", "--seed", "1", "--on", "cpu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4:7] == [
+        "call 4 in full",
+        *(f"call {index}: {WRONG.sentence}" for index in (5, 6)),
+    ]
+
+
 def test_an_error_of_a_call_is_a_failure(monkeypatch):
     def fail(*given, **options):
         raise RuntimeError("error 700 in a kernel")

@@ -96,8 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"OK: {counts}: every element is within what its dtype allows; {refused}; {rate}")
         return 0
     where = machine(on)
-    for index, wrong in sorted(found.failures)[:_MAX_SHOWN]:
+    failures = sorted(found.failures)
+    for index, wrong in failures[:_MAX_SHOWN]:
         _show(index, draw(seed, index, on), wrong, where)
+    for index, wrong in failures[_MAX_SHOWN : 10 * _MAX_SHOWN]:
+        print(f"call {index}: {wrong[0].sentence}")
     print(f"OFF: {len(found.failures)} of {counts} are off; {refused}")
     return 1
 
