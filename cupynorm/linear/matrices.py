@@ -57,10 +57,11 @@ def join(parts: Sequence[Tensor]) -> Tensor | None:
     if len(parts) < 2:
         return parts[0].detach() if parts else None
     first, at = parts[0], parts[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    storage, is_neg = first.untyped_storage().data_ptr(), first.is_neg()
     for part in parts:
         follows = part.data_ptr() == at and part.untyped_storage().data_ptr() == storage
-        if not follows or part.dtype != first.dtype or not part.is_contiguous():
+        is_like = part.dtype == first.dtype and part.is_neg() == is_neg
+        if not follows or not is_like or not part.is_contiguous():
             with outside_autocast(first):
                 return torch.cat([part.detach() for part in parts])
         at += part.numel() * part.element_size()
