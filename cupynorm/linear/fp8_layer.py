@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import amaxes, autocast, fp8, modes, nested
-from ..nn.dtypes import outside_autocast
+from ..nn.dtypes import outside_autocast, product_dtype
 from ..nn.past_calls import PastCalls, runs_again_by_hooks
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
@@ -102,13 +102,16 @@ class Fp8Layer(GradientLayer):
         if operands.input.is_meta:
             arrays.check_addresses(input=operands.input)  # raises
         call = self._checked(call, operands, fp8_output)
+        has_sink = call.recorded and self._has_sink()
+        sink = self._make_sink(call.is_first_microbatch) if has_sink else None
         quantized_call, weight = self.begin_in_fp8(call, operands)
         if call.recorded:
-            sink = self._make_sink(call.is_first_microbatch) if self._has_sink() else None
             num_weights = len(operands.weights)
-            return fp8_linear.Projected.apply(
+            results = fp8_linear.Projected.apply(
                 quantized_call, weight, sink, num_weights, *operands.all
             )
+            self._take_step(sink)
+            return results
         with torch.no_grad():
             y, normalized, _ = fp8_linear.forward(quantized_call, weight, operands, recorded=False)
             if fp8_output:
@@ -186,6 +189,7 @@ class Fp8Layer(GradientLayer):
         if operands.input.is_nested:
             values = nested.Packing(operands.input, 1).values(operands.input, "input")
             operands = operands._replace(input=values)
+        check_call(LinearCall(operands, self.linear_options(product_dtype(operands.input))))
         recipe, options = region.calibration, self.linear_options(torch.float32)
         with torch.no_grad(), outside_autocast(operands.input):
             quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=True)

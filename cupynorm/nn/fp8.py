@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable
@@ -131,9 +132,9 @@ def scales_for(
     *,
     keeps_amaxes: bool,
 ) -> Scales:
-    """The scales that a module has kept, moved to a device, or new ones.
+    """The scales that a module has kept, if they fit, or new ones with what those hold.
 
-    keeps_amaxes: of this step. Then the scales get these dtypes and the recipe's length.
+    keeps_amaxes: of this step. Then they have these dtypes and the recipe's length.
     Raises RuntimeError where they would be made while a CUDA graph is captured.
     """
     length = recipe.amax_history_len
@@ -145,13 +146,16 @@ def scales_for(
             "of which would make them anew; expected one call with this recipe on this device "
             "before"
         )
-    scales = Scales(dtypes, length, device) if kept is None else kept.to(device)
+    if fits and (not keeps_amaxes or kept.dtypes == dtypes):
+        return kept
+    scales = Scales(dtypes, length, device) if kept is None else copy.copy(kept).to(device)
     if not keeps_amaxes:
         return scales
     if len(scales.amax_history) != length:
         scales.resize(length)
     if scales.dtypes != dtypes:
-        scales.dtypes = dtypes
+        with torch.inference_mode(False):
+            scales.dtypes, scales.largest = dtypes, scales.largest.clone()
         for at, dtype in enumerate(dtypes):
             scales.largest[at].fill_(LARGEST[dtype])
     return scales
