@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..gpu import arrays
 from ..nn import formulas
 from ..nn.dtypes import outside_autocast
+from ..nn.modes import stream_of
 from ..nn.products import wide_product
 from .call import LinearCall
 from .matrices import as_rows, join
@@ -115,9 +116,6 @@ def _parameters_of(call: LinearCall) -> tuple[Tensor | None, ...]:
 def _state_of(call: LinearCall) -> tuple:
     """What a fold depends on besides which tensors the parameters are."""
     operands, options = call
-    first, stream = operands.weights[0], None
-    if first.is_cuda:
-        stream = torch._C._cuda_getCurrentRawStream(first.get_device()), _is_captured(first)
     layout_key = arrays.TorchLibrary.layout_key
     return (
         options.fused,
@@ -125,7 +123,7 @@ def _state_of(call: LinearCall) -> tuple:
         options.zero_centered_weight,
         options.dtype,
         len(operands.weights),
-        stream,
+        stream_of(operands.weights[0]),
         *(
             # An inference tensor has no version.
             None
@@ -136,11 +134,6 @@ def _state_of(call: LinearCall) -> tuple:
     )
 
 
-def _is_captured(tensor: Tensor) -> bool:
-    """Whether a CUDA graph captures what runs now. Its replays must see new parameters."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 _cache = WeakIdKeyDictionary()  # first weight -> KeptFold
 
 
@@ -148,11 +141,14 @@ def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_ca
     """The fold of a call without gradients, which `make` makes, cached as long as the weight lives.
 
     It is made again where it does not fit, and after a recorded call. Nothing is cached while a
-    CUDA graph is captured, nor for inference tensors, which have no version.
+    CUDA graph is captured, whose replays must see new parameters, nor for inference tensors, which
+    have no version.
     """
     first = call.operands.weights[0]
-    parameters = _parameters_of(call)
-    if _is_captured(first) or any(each is not None and each.is_inference() for each in parameters):
+    _, is_captured = stream_of(first) or (None, False)
+    if is_captured or any(
+        each is not None and each.is_inference() for each in _parameters_of(call)
+    ):
         return make(call)
     kept = _cache.get(first)
     if kept is None or not kept.fits(call):

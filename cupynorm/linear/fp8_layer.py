@@ -28,15 +28,15 @@ from .quantizers import Quantizers, states_from, states_of
 class Fp8Layer(GradientLayer):
     """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
-    _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
-    is_first_microbatch shares. _slot: for amaxes.py. _past_calls: which a checkpoint may run
-    again. _number: by which the operators find the layer.
+    _fp8_states: of DelayedScaling. _fp8_weight: the quantised weight that is_first_microbatch
+    shares, behind its recipe and modes.stream_of. _slot: for amaxes.py. _past_calls: which a
+    checkpoint may run again. _number: by which the operators find the layer.
     """
 
     in_features: int
     out_features: int
     _fp8_states: dict[str, fp8.Scales]
-    _fp8_weight: tuple[Recipe, QuantizedTensor] | None
+    _fp8_weight: tuple[Recipe, tuple | None, QuantizedTensor] | None
     _past_calls: PastCalls
 
     def _begin_state(self) -> None:
@@ -209,22 +209,23 @@ class Fp8Layer(GradientLayer):
     ) -> QuantizedTensor:
         """The weight, quantised or cached.
 
-        is_first_microbatch True: quantised and cached; False: from the cache, if the recipe is the
-        same; None: quantised.
+        is_first_microbatch True: quantised and cached; False: from the cache, if recipe and stream
+        are the same; None: quantised.
         """
         is_first, recorded = call.is_first_microbatch, call.recorded
         weight = operands.weights[0]
         if isinstance(weight, QuantizedWeight):
             return weight.for_products(quantizers.recipe, transpose=recorded)
-        recipe, cached = self._fp8_weight or (None, None)
-        if is_first is False and recipe == quantizers.recipe:
+        stream = None if is_first is None else modes.stream_of(weight)
+        recipe, cached_on, cached = self._fp8_weight or (None, None, None)
+        if is_first is False and recipe == quantizers.recipe and cached_on == stream:
             if cached.transposed is not None or not recorded:
                 return cached
         with torch.no_grad():
             quantized = quantizers.quantize("weight", join(operands.weights), transpose=recorded)
             quantized.dtype = call.options.dtype
         if is_first is not None:
-            self._fp8_weight = quantizers.recipe, quantized
+            self._fp8_weight = quantizers.recipe, stream, quantized
         return quantized
 
     # State.

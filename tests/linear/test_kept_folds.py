@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from linear_cases import DEVICES  # noqa: E402
 
-from cupynorm import LayerNormLinear  # noqa: E402
+from cupynorm import CurrentScaling, LayerNormLinear, fp8_autocast  # noqa: E402
 
 WIDTH = 24
 
@@ -156,28 +156,47 @@ def test_another_way_to_fuse_makes_another_fold():
                 assert layer(x, is_first_microbatch=False).dtype == dtype
 
 
-@pytest.mark.gpu
-def test_another_stream_makes_a_fold_of_its_own():
-    """It would read the first one before that is written."""
+WAYS = ("fold", "fp8")
+
+
+def kept_by(layer, way):
+    return layer._folded if way == "fold" else layer._fp8_weight[-1]
+
+
+def region_of(way):
+    return fp8_autocast(way == "fp8", CurrentScaling())
+
+
+def make_on_gpu(way):
     layer = make("cuda")
-    x = torch.randn(5, WIDTH, device="cuda")
-    with torch.no_grad():
+    layer.fused = "fold" if way == "fold" else None
+    return layer, torch.randn(16, WIDTH, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_another_stream_makes_a_weight_of_its_own(way):
+    """It would read the first one before that is written."""
+    layer, x = make_on_gpu(way)
+    with torch.no_grad(), region_of(way):
         layer(x, is_first_microbatch=True)
-        kept = layer._folded
+        kept = kept_by(layer, way)
+        layer(x, is_first_microbatch=False)
+        assert kept_by(layer, way) is kept
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             layer(x, is_first_microbatch=False)
         torch.cuda.synchronize()
-        assert layer._folded is not kept
+        assert kept_by(layer, way) is not kept
 
 
 @pytest.mark.gpu
-def test_a_fold_of_a_capture_is_not_used_outside_of_it():
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_of_a_capture_is_not_used_outside_of_it(way):
     """Its memory is written by replays alone, and those read new parameters."""
-    layer = make("cuda")
-    x = torch.randn(5, WIDTH, device="cuda")
+    layer, x = make_on_gpu(way)
     graph, results = torch.cuda.CUDAGraph(), []
-    with torch.no_grad():
+    with torch.no_grad(), region_of(way):
         expected = layer(x, is_first_microbatch=True)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
