@@ -92,9 +92,9 @@ def bind_functors(
 
 
 def key_of(functors: Functors, layout_key: Callable[[Any], object]) -> tuple:
-    """What a prepared call depends on."""
+    """What a prepared call depends on. Numbers count as text: 0.0 equals -0.0, and NaN no NaN."""
     return tuple(
-        each and (each.functor, each.numbers, tuple(map(layout_key, each.arrays)))
+        each and (each.functor, str(each.numbers), tuple(map(layout_key, each.arrays)))
         for each in functors
     )
 
