@@ -25,11 +25,12 @@ class Scales:
     """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> None:
+        largest, float32 = [LARGEST[dtype] for dtype in dtypes], torch.float32
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            self.scale = torch.ones(len(dtypes), device=device)
-            self.amax_history = torch.zeros(length, len(dtypes), device=device)
-            self.largest = torch.tensor([LARGEST[dtype] for dtype in dtypes], device=device)
+            self.scale = torch.ones(len(dtypes), dtype=float32, device=device)
+            self.amax_history = torch.zeros(length, len(dtypes), dtype=float32, device=device)
+            self.largest = torch.tensor(largest, dtype=float32, device=device)
         self.dtypes, self.num_steps = dtypes, 0
 
     def amax(self, at: int) -> Tensor:
