@@ -196,7 +196,7 @@ def pack(states: dict[str, Scales]) -> Tensor:
     An empty tensor where there are no states.
     """
     if not states:
-        return torch.empty(0, dtype=torch.uint8).as_subclass(Packed)
+        return torch.empty(0, dtype=torch.uint8, device="cpu").as_subclass(Packed)
     header = {name: list(state.amax_history.shape) for name, state in states.items()}
     tensors = [each for state in states.values() for each in (state.scale, state.amax_history)]
     raw = torch.cat([each.cpu().reshape(-1) for each in tensors]).contiguous().view(torch.uint8)
