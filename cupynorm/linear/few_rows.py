@@ -88,7 +88,7 @@ def fits(call: LinearCall) -> bool:
     if residual is not None and (residual.shape, residual.device) != (x.shape, x.device):
         return False
     given = [each for each in (x, residual, *weights) if each is not None]
-    if any(each.dtype != options.dtype for each in given):
+    if {each.dtype for each in given} != {options.dtype}:
         return False
     aligned = [each for each in (*given, norm_weight, norm_bias) if each is not None]
     if reduce(or_, map(Tensor.data_ptr, aligned)) % 16:
