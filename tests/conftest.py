@@ -135,13 +135,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
 
         @staticmethod
         def view(tensor):
-            return arrays.View(
-                tensor.data_ptr(),
-                tuple(tensor.shape),
-                tensor.stride(),
-                arrays.dtype_name(tensor),
-                0,
-            )
+            return arrays.TorchLibrary.view(tensor)._replace(device=0)
 
         @staticmethod
         def allocator(shape, dtype):

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from ..check.cases import NORMS
 from ..command_line import Commands, check_folders, number, positive, positives, several
-from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..dtypes import DTYPES, FLOAT8S
+from ..norm.plan_command import add_results
 from ..plan.problem import SCALINGS
 from . import comparison, contestants, decoding, documents, host, linear, measure, plot, report
 from .cells import COLS, DIRECTIONS, Cell, cells
@@ -68,24 +69,13 @@ def add_cells(add: Callable) -> None:
     """Adds the options that name cells, peers and tiles."""
     direction = "some of forward,backward,both (forward,backward; for a y of 8 bits, forward)"
     add("--direction", type=several(DIRECTIONS), help=direction)
-    dtypes = several(tuple(DTYPES))
-    add("--dtype", type=dtypes, default=("bfloat16",), help="one or more, with commas (bfloat16)")
-    norms = "one or more, with commas (layer_norm)"
-    add("--norm", type=several(NORMS), default=NORMS[:1], help=norms)
-    add("--cols", type=positives, default=COLS, help="widths, with commas (32,64,...,262144)")
+    add_tensors(add)
     add("--rows", type=positives, default=(), help="num_rows, with commas, instead of --elements")
-    elements = "of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)"
-    add("--elements", type=positive, help=elements)
     models = f"their norms and shapes instead: all, or some of {','.join(MODELS)}"
     add("--models", type=several(tuple(MODELS)), default=(), help=models)
-    add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
-    add("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
     scale = f"of a y of 8 bits: all, or some of {','.join(SCALINGS)} (given)"
     add("--scale", type=several(SCALINGS), default=(), help=scale)
-    amax = "record the largest |y| with a given scale, as delayed scaling does"
-    add("--amax", action="store_true", help=amax)
-    residual = "add a residual and return the sum; backward adds the gradient of the sum"
-    add("--residual", action="store_true", help=residual)
+    add_results(add)
     add("--zero-centered", action="store_true", help="multiply by 1 + weight")
     peers = f"some of {','.join(PEERS)} (all that can run)"
     add("--peers", type=several(tuple(PEERS)), help=peers)
@@ -95,6 +85,18 @@ def add_cells(add: Callable) -> None:
     )
     kept = {"dest": "tiles", "action": "append", "default": []}
     add("--tile", metavar="TILE", type=tile_in_words, help=tile, **kept)
+
+
+def add_tensors(add: Callable) -> None:
+    """Adds the options of x and the parameters that `tune` has too."""
+    dtypes = several(tuple(DTYPES))
+    add("--dtype", type=dtypes, default=("bfloat16",), help="one or more, with commas (bfloat16)")
+    norms = "one or more, with commas (layer_norm)"
+    add("--norm", type=several(NORMS), default=NORMS[:1], help=norms)
+    add("--cols", type=positives, default=COLS, help="widths, with commas (32,64,...,262144)")
+    elements = "of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)"
+    add("--elements", type=positive, help=elements)
+    add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
 
 
 def add_linear(layers: Commands) -> None:

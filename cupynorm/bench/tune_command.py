@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..check.cases import DIRECTIONS, NORMS
-from ..command_line import Commands, check_folders, number, positive, positives, several
-from ..dtypes import DTYPES
+from ..check.cases import DIRECTIONS
+from ..command_line import Commands, check_folders, number, positive, several
 from ..gpu import launch
 from ..plan import measured_tiles
 from . import confirm, tune, tune_ranges
-from .cells import COLS, cells
-from .command import bar, command_of
+from .cells import cells
+from .command import add_tensors, bar, command_of
 from .measure import check_runs
 
 
@@ -23,16 +22,9 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser("tune", help=help, description=about)
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--cols", type=positives, default=COLS, help="widths, with commas (32,64,...,262144)")
-    dtypes = several(tuple(DTYPES))
-    add("--dtype", type=dtypes, default=("bfloat16",), help="one or more, with commas (bfloat16)")
-    norms = "one or more, with commas (layer_norm)"
-    add("--norm", type=several(NORMS), default=NORMS[:1], help=norms)
+    add_tensors(add)
     directions = "some of forward,backward (both)"
     add("--direction", type=several(DIRECTIONS), default=DIRECTIONS, help=directions)
-    add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
-    elements = "of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)"
-    add("--elements", type=positive, help=elements)
     add("--runs", type=positive, default=30, help="of the default and of each finalist (30)")
     add("--seed", type=number, help="of the random data (fresh)")
     jobs = "processes that compile all candidates before the first is timed (1: this one)"

@@ -29,7 +29,7 @@ from ..plan.devices import Device
 from ..plan.dispatch import choose
 from ..plan.instances import Kernel
 from ..plan.measured_tiles import COUNTS, Row
-from ..plan.problem import SCALINGS, Problem, Tile
+from ..plan.problem import DIRECTIONS, NORMS, SCALINGS, Problem, Tile
 from .cells import Cell
 from .measure import free_memory, plan_of
 from .report import quartiles
@@ -100,8 +100,8 @@ def ranges_of(rows: Iterable[Row]) -> list[Range]:
     ranges = [
         Range(key, row.from_cols, row.to_cols, row.step, row) for row in rows for key in row.keys
     ]
-    for direction in ("forward", "backward"):
-        for norm in ("layer_norm", "rms_norm"):
+    for direction in DIRECTIONS:
+        for norm in NORMS:
             for dtype in ("bfloat16", "float16", "float32"):
                 at = _BAND_FROM
                 while at < _BAND_TO:

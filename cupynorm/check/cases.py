@@ -11,10 +11,9 @@ import numpy as np
 from .. import reference
 from ..dtypes import DTYPES, decode, encode
 from ..gpu import arrays
+from ..plan.problem import DIRECTIONS as DIRECTIONS
+from ..plan.problem import NORMS as NORMS
 from ..plan.problem import Tile
-
-NORMS = ("layer_norm", "rms_norm")
-DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,17 @@ from . import launch, nvrtc
 
 
 class View(NamedTuple):
-    """Address, shape and dtype of an array. strides are in elements. device is None on the host."""
+    """Address, shape and dtype of an array. strides are in elements. device is None on the host.
+
+    is_negated: the elements are those in memory times -1, as of a torch tensor with is_neg().
+    """
 
     pointer: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     device: int | None
+    is_negated: bool = False
 
 
 class Rows(NamedTuple):
@@ -179,6 +183,7 @@ class TorchLibrary:
             tensor.is_contiguous() or tensor.stride(),
             tensor.data_ptr() & 15,
             tensor.get_device(),
+            tensor.is_neg(),
         )
 
     @staticmethod
@@ -189,6 +194,7 @@ class TorchLibrary:
             tensor.stride(),
             dtype_name(tensor),
             tensor.get_device(),
+            tensor.is_neg(),
         )
 
     @staticmethod
@@ -202,7 +208,7 @@ class TorchLibrary:
 
     @staticmethod
     def contiguous(tensor: Any) -> Any:
-        return tensor.contiguous()
+        return tensor.contiguous().resolve_neg()
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ gradients that plan.product_choice chooses. Other calls take the plain path.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -87,12 +88,14 @@ def fits(call: LinearCall) -> bool:
     if residual is not None and (residual.shape, residual.device) != (x.shape, x.device):
         return False
     given = [each for each in (x, residual, *weights) if each is not None]
-    if any(each.dtype != options.dtype for each in given):
+    if {each.dtype for each in given} != {options.dtype}:
         return False
     aligned = [each for each in (*given, norm_weight, norm_bias) if each is not None]
-    if any(each.data_ptr() % 16 for each in aligned):
+    if reduce(or_, map(Tensor.data_ptr, aligned)) % 16:
         return False
-    return all(each.is_contiguous() for each in (*aligned, *biases))
+    tensors = (*aligned, *biases)
+    # A tensor with is_neg() is read as torch reads it, with its sign.
+    return all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
 
 
 def find(call: LinearCall, *, if_faster: bool = False) -> FewRowsLaunch | None:
@@ -133,15 +136,20 @@ def forward(
     """
     (x, residual, norm_weight, norm_bias, *_), options = call
     device_index, leading = x.get_device(), x.shape[:-1]
-    with launch.on_device(device_index):
-        y = torch.empty(*leading, len(weight), dtype=x.dtype, device=x.device)
-        added = None if residual is None else torch.empty_like(x)
-        mean = rstd = None
-        if purpose != FOR_Y:
-            rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
-            mean = torch.empty_like(rstd) if options.centered else None
-        tensors = (x, residual, added, bias, norm_weight, norm_bias, y, mean, rstd)
-        addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
-        words = found.words(weight.data_ptr(), addresses)
-        found.enqueue(arrays.library(x)(device_index).stream(), words)
+    y = torch.empty(*leading, len(weight), dtype=x.dtype, device=x.device)
+    added = None if residual is None else torch.empty_like(x)
+    mean = rstd = None
+    if purpose != FOR_Y:
+        rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(rstd) if options.centered else None
+    tensors = (x, residual, added, bias, norm_weight, norm_bias, y, mean, rstd)
+    addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
+    words = found.words(weight.data_ptr(), addresses)
+    library = arrays.library(x)(device_index)
+    former = library.exchange_device(device_index)
+    try:
+        found.enqueue(library.stream(), words)
+    finally:
+        if former != device_index:
+            library.exchange_device(former)
     return y, mean, rstd, x if residual is None else added

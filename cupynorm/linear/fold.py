@@ -5,6 +5,7 @@ y = rstd * (x folded^T - mean * sums) + bias
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..gpu import arrays
 from ..nn import formulas
 from ..nn.dtypes import outside_autocast
+from ..nn.modes import stream_of
 from ..nn.products import wide_product
 from .call import LinearCall
 from .matrices import as_rows, join
@@ -82,45 +85,75 @@ def fold_call(call: LinearCall) -> Folded:
         )
 
 
-_cache = WeakIdKeyDictionary()  # first weight -> (state of the parameters, the others, the fold)
+class KeptFold:
+    """A fold that later calls use as long as it fits them.
+
+    Noticed are other tensors in the places of the parameters, what torch writes to them
+    (load_state_dict, optimizers: their versions), data at another address or of another layout,
+    other options, and another CUDA stream, which would have to wait for the fold. Not noticed is
+    what is written to `tensor.data`, or by foreign kernels.
+    """
+
+    def __init__(self, call: LinearCall, make: Callable[[LinearCall], Folded]) -> None:
+        self._state = _state_of(call)
+        self._parameters = [
+            None if each is None else weakref.ref(each) for each in _parameters_of(call)
+        ]
+        self.folded = make(call)
+
+    def fits(self, call: LinearCall) -> bool:
+        """Whether it is the fold of a call."""
+        pairs = zip(self._parameters, _parameters_of(call), strict=True)
+        return self._state == _state_of(call) and all(
+            each is (None if kept is None else kept()) for kept, each in pairs
+        )
+
+
+def _parameters_of(call: LinearCall) -> tuple[Tensor | None, ...]:
+    return call.operands.all[2:]
+
+
+def _state_of(call: LinearCall) -> tuple:
+    """What a fold depends on besides which tensors the parameters are."""
+    operands, options = call
+    layout_key = arrays.TorchLibrary.layout_key
+    return (
+        options.fused,
+        options.centered,
+        options.zero_centered_weight,
+        options.dtype,
+        len(operands.weights),
+        stream_of(operands.weights[0]),
+        *(
+            # An inference tensor has no version.
+            None
+            if each is None
+            else (layout_key(each), each.data_ptr(), each.is_inference() or each._version)
+            for each in _parameters_of(call)
+        ),
+    )
+
+
+_cache = WeakIdKeyDictionary()  # first weight -> KeptFold
 
 
 def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_call) -> Folded:
     """The fold of a call without gradients, which `make` makes, cached as long as the weight lives.
 
-    It is made again after a change of the parameters. Noticed are other tensors in their places,
-    what torch writes to a tensor (load_state_dict, optimizers: its version), and data at another
-    address. A recorded call drops the fold too. Not noticed is what is written to `tensor.data`, or
-    by foreign kernels, without a recorded call in between.
-
-    Nothing is cached while a CUDA graph is captured, whose replays must see new parameters, nor
-    for inference tensors, which have no version.
+    It is made again where it does not fit, and after a recorded call. Nothing is cached while a
+    CUDA graph is captured, whose replays must see new parameters, nor for inference tensors, which
+    have no version.
     """
-    operands, options = call
-    first = operands.weights[0]
-    others = (operands.norm_weight, operands.norm_bias, *operands.weights[1:], *operands.biases)
-    parameters = [each for each in (first, *others) if each is not None]
-    stream, caches = None, True
-    if first.is_cuda:
-        stream = torch._C._cuda_getCurrentRawStream(first.get_device())
-        caches = not torch.cuda.is_current_stream_capturing()
-    if not caches or any(each.is_inference() for each in parameters):
+    first = call.operands.weights[0]
+    _, is_captured = stream_of(first) or (None, False)
+    if is_captured or any(
+        each is not None and each.is_inference() for each in _parameters_of(call)
+    ):
         return make(call)
-    state = (
-        options.fused,
-        options.centered,
-        options.zero_centered_weight,
-        options.dtype,
-        stream,
-        *((each._version, each.data_ptr()) for each in parameters),
-    )
-    cached = _cache.get(first)
-    if cached is not None and cached[0] == state:
-        if all(one is other for one, other in zip(cached[1], others)):
-            return cached[2]
-    folded = make(call)
-    _cache[first] = (state, others, folded)
-    return folded
+    kept = _cache.get(first)
+    if kept is None or not kept.fits(call):
+        _cache[first] = kept = KeptFold(call, make)
+    return kept.folded
 
 
 def forget(weight: Tensor) -> None:

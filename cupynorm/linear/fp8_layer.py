@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import amaxes, autocast, fp8, modes, nested
-from ..nn.dtypes import outside_autocast
+from ..nn.dtypes import outside_autocast, product_dtype
 from ..nn.past_calls import PastCalls, runs_again_by_hooks
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
@@ -28,15 +28,15 @@ from .quantizers import Quantizers, states_from, states_of
 class Fp8Layer(GradientLayer):
     """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
-    _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
-    is_first_microbatch shares. _slot: for amaxes.py. _past_calls: which a checkpoint may run
-    again. _number: by which the operators find the layer.
+    _fp8_states: of DelayedScaling. _fp8_weight: the quantised weight that is_first_microbatch
+    shares, behind its recipe and modes.stream_of. _slot: for amaxes.py. _past_calls: which a
+    checkpoint may run again. _number: by which the operators find the layer.
     """
 
     in_features: int
     out_features: int
     _fp8_states: dict[str, fp8.Scales]
-    _fp8_weight: tuple[Recipe, QuantizedTensor] | None
+    _fp8_weight: tuple[Recipe, tuple | None, QuantizedTensor] | None
     _past_calls: PastCalls
 
     def _begin_state(self) -> None:
@@ -102,13 +102,16 @@ class Fp8Layer(GradientLayer):
         if operands.input.is_meta:
             arrays.check_addresses(input=operands.input)  # raises
         call = self._checked(call, operands, fp8_output)
+        has_sink = call.recorded and self._has_sink()
+        sink = self._make_sink(call.is_first_microbatch) if has_sink else None
         quantized_call, weight = self.begin_in_fp8(call, operands)
         if call.recorded:
-            sink = self._make_sink(call.is_first_microbatch) if self._has_sink() else None
             num_weights = len(operands.weights)
-            return fp8_linear.Projected.apply(
+            results = fp8_linear.Projected.apply(
                 quantized_call, weight, sink, num_weights, *operands.all
             )
+            self._take_step(sink)
+            return results
         with torch.no_grad():
             y, normalized, _ = fp8_linear.forward(quantized_call, weight, operands, recorded=False)
             if fp8_output:
@@ -186,6 +189,7 @@ class Fp8Layer(GradientLayer):
         if operands.input.is_nested:
             values = nested.Packing(operands.input, 1).values(operands.input, "input")
             operands = operands._replace(input=values)
+        check_call(LinearCall(operands, self.linear_options(product_dtype(operands.input))))
         recipe, options = region.calibration, self.linear_options(torch.float32)
         with torch.no_grad(), outside_autocast(operands.input):
             quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=True)
@@ -205,22 +209,23 @@ class Fp8Layer(GradientLayer):
     ) -> QuantizedTensor:
         """The weight, quantised or cached.
 
-        is_first_microbatch True: quantised and cached; False: from the cache, if the recipe is the
-        same; None: quantised.
+        is_first_microbatch True: quantised and cached; False: from the cache, if recipe and stream
+        are the same; None: quantised.
         """
         is_first, recorded = call.is_first_microbatch, call.recorded
         weight = operands.weights[0]
         if isinstance(weight, QuantizedWeight):
             return weight.for_products(quantizers.recipe, transpose=recorded)
-        recipe, cached = self._fp8_weight or (None, None)
-        if is_first is False and recipe == quantizers.recipe:
+        stream = None if is_first is None else modes.stream_of(weight)
+        recipe, cached_on, cached = self._fp8_weight or (None, None, None)
+        if is_first is False and recipe == quantizers.recipe and cached_on == stream:
             if cached.transposed is not None or not recorded:
                 return cached
         with torch.no_grad():
             quantized = quantizers.quantize("weight", join(operands.weights), transpose=recorded)
             quantized.dtype = call.options.dtype
         if is_first is not None:
-            self._fp8_weight = quantizers.recipe, quantized
+            self._fp8_weight = quantizers.recipe, stream, quantized
         return quantized
 
     # State.

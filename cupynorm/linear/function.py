@@ -73,7 +73,9 @@ def normalize_and_project(
         )
     # A call with a sink is hidden from a dispatch mode, because the operator would lose the sink.
     has_mode = not compiling and sink is None and modes.num_dispatch_modes()
-    if has_mode or not is_plain or modes.is_jit_traced() or operands.input.is_meta:
+    # Without a norm torch's product knows meta tensors. No other such call comes here: linear.py.
+    is_meta = operands.input.is_meta and options.has_norm
+    if has_mode or not is_plain or modes.is_jit_traced() or is_meta:
         if not compiling:
             _check_tensors(operands)
         y, normalized, _, _, added = by_operator(call)

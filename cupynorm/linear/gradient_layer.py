@@ -44,6 +44,7 @@ class GradientLayer(torch.nn.Module):
         return torch.is_grad_enabled() and wants_gradient(*self._parts())
 
     def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
+        """What takes the weight gradients of a call. Changes nothing before _take_step."""
         weights, step = self._weights(), None
         if self.fuse_wgrad_accumulation:
             for name, weight in zip(self.weight_names, weights):
@@ -52,10 +53,7 @@ class GradientLayer(torch.nn.Module):
             # A forward that a checkpoint recomputes inside of backward does not begin one, unless
             # its first run recorded nothing (use_reentrant=True).
             begins = self._begins_later if is_inside_backward() else is_first_microbatch
-            self._begins_later = False
-            if begins and not self._step.is_stale:
-                self._step = Step(True)
-            step = self._step
+            step = Step(True) if begins and not self._step.is_stale else self._step
         biases = [] if self.return_bias else self._biases()
         if not self.delay_wgrad_compute:
             return WeightGradientSink(weights, biases, step, None)
@@ -63,6 +61,11 @@ class GradientLayer(torch.nn.Module):
             check_is_leaf(name, parameter)
         delay = Delay(self._delayed, self._parts, self._data_parallel.group(weights[0]))
         return WeightGradientSink(weights, biases, step, delay)
+
+    def _take_step(self, sink: WeightGradientSink | None) -> None:
+        """After a forward that was not refused: its step is that of the forwards that follow."""
+        if sink is not None and sink.step is not None:
+            self._step, self._begins_later = sink.step, False
 
     def backward_dw(self) -> None:
         """Makes the gradients of weights and biases that the oldest backward left.

@@ -61,7 +61,6 @@ class LinearLayer(Fp8Layer):
 
         region: of _region(), which must be asked once in each call.
         """
-        self._begin_forward(is_first_microbatch)
         if region is not None:
             # A checkpoint may run its layers without recording them, and again in backward.
             keeps_amaxes = torch.is_grad_enabled() or (
@@ -71,23 +70,30 @@ class LinearLayer(Fp8Layer):
             call = RegionCall(
                 region, options, fp8_grad, is_first_microbatch, keeps_amaxes, False, quantized
             )
-            return self._project_in_fp8(call, operands, fp8_output)
-        if fp8_output or fp8_grad:
+            results = self._project_in_fp8(call, operands, fp8_output)
+        elif fp8_output or fp8_grad:
             name = "fp8_output" if fp8_output else "fp8_grad"
             raise ValueError(
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
-        if isinstance(operands.weights[0], QuantizedWeight):
-            operands = operands._replace(weights=[operands.weights[0].dequantize()])
-        self._calibrate(operands)
-        if self._has_sink():
-            return modes.run_untraced(self._project_to_sink)(operands, is_first_microbatch)
-        return self._project(operands, is_first_microbatch)
+        else:
+            if isinstance(operands.weights[0], QuantizedWeight):
+                operands = operands._replace(weights=[operands.weights[0].dequantize()])
+            self._calibrate(operands)
+            project = self._project
+            if self._has_sink():
+                project = modes.run_untraced(self._project_to_sink)
+            results = project(operands, is_first_microbatch)
+        self._begin_forward(is_first_microbatch)  # last: a call that is refused changes nothing
+        return results
 
     def _project_to_sink(
         self, operands: Operands, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
-        return self._project(operands, is_first_microbatch, self._make_sink(is_first_microbatch))
+        sink = self._make_sink(is_first_microbatch)
+        results = self._project(operands, is_first_microbatch, sink)
+        self._take_step(sink)
+        return results
 
     def _check_input(self, input: object) -> None:
         """Raises NotImplementedError, TypeError or ValueError for what the layer cannot take."""

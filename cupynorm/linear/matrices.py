@@ -57,15 +57,17 @@ def join(parts: Sequence[Tensor]) -> Tensor | None:
     if len(parts) < 2:
         return parts[0].detach() if parts else None
     first, at = parts[0], parts[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    storage, dtype = first.untyped_storage().data_ptr(), first.dtype
+    is_neg, num_rows = first.is_neg(), 0
     for part in parts:
         follows = part.data_ptr() == at and part.untyped_storage().data_ptr() == storage
-        if not follows or part.dtype != first.dtype or not part.is_contiguous():
+        is_like = part.dtype == dtype and part.is_neg() == is_neg
+        if not follows or not is_like or not part.is_contiguous():
             with outside_autocast(first):
                 return torch.cat([part.detach() for part in parts])
-        at += part.numel() * part.element_size()
-    shape = (sum(len(part) for part in parts), *first.shape[1:])
-    return first.detach().as_strided(shape, first.stride())
+        at += part.numel() * dtype.itemsize
+        num_rows += part.shape[0]
+    return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
 
 
 def split_like(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..nn.dtypes import SUPPORTED, product_dtype
-from ..nn.modes import is_compiling, run_untraced
+from ..nn.modes import are_plain, is_compiling, run_untraced
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fold, one_kernel
 from .call import (
@@ -100,8 +100,9 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
 
     is_first_microbatch: True for the first of several forwards with the same parameters, False for
         the others. What is made of the weight, in 8-bit floats or folded, is then made once.
-        None: it is made each time. A fold without gradients is cached; use True after a change
-        of the parameters that torch cannot see (cupynorm.linear.fold.cached_fold).
+        None: it is made each time. A fold without gradients is cached. A fold is made anew after a
+        change of the parameters that torch can see; use True after another one
+        (cupynorm.linear.fold.KeptFold).
 
     Raises ValueError, TypeError or NotImplementedError for invalid arguments.
     """
@@ -163,7 +164,7 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         for name in ("init_method", "get_rng_state_tracker"):
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise TypeError(f"{name} is {value!r}; expected a function or None")
-        self._folded: fold.Folded | None = None
+        self._folded: fold.KeptFold | None = None
         self._begin_state()
         try:
             self._make_parameters(parameters_split, device, params_dtype)
@@ -244,20 +245,20 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         return y, normalized
 
     def _fold(self, call: LinearCall, is_first_microbatch: bool | None) -> fold.Folded | None:
-        """The folded parameters: made and cached for True, from the cache for False.
+        """The folded parameters: made and kept for True; those that were kept, for False.
 
         None where the call does not use them, or makes them itself.
         """
         if not is_fused(self.fused) or is_first_microbatch is None or is_compiling():
             return None
-        make = one_kernel.folds(call)
+        make = one_kernel.folds(call) if are_plain(call.operands.all) else None
         if make is None:
             return None
-        folded = self._folded
-        if is_first_microbatch or folded is None or folded.weight.dtype != call.options.dtype:
+        kept = self._folded
+        if is_first_microbatch or kept is None or not kept.fits(call):
             fold.forget(call.operands.weights[0])
-            self._folded = make(call)
-        return self._folded
+            self._folded = kept = fold.KeptFold(call, make)
+        return kept.folded
 
     # State.
 

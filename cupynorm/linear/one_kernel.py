@@ -45,8 +45,11 @@ def why_not(call: LinearCall) -> str | None:
     if reason is not None:
         return reason
     given = [each for each in (x, residual, *norm, *weights) if each is not None]
-    if not all(each.is_contiguous() for each in (*given, *biases)):
+    tensors = (*given, *biases)
+    if not all(map(Tensor.is_contiguous, tensors)):
         return "the kernel needs contiguous tensors"
+    if any(map(Tensor.is_neg, tensors)):
+        return "the kernel needs tensors that are not views that negate their memory"
     if any(each.data_ptr() % 16 for each in given):
         return "the kernel needs tensors aligned to 16 bytes"
     return None

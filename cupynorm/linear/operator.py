@@ -81,7 +81,10 @@ class _Arguments(NamedTuple):
 
 
 def by_operator(call: LinearCall) -> tuple[Tensor, ...]:
-    """y, normalized, mean, rstd, input + residual; a result that is not requested is empty."""
+    """y, normalized, mean, rstd, input + residual; a result that is not requested is empty.
+
+    call: with a norm.
+    """
     operands, options = call
     kind = "forward" if torch.is_grad_enabled() else "inference"
     return _operator(

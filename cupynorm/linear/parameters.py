@@ -135,7 +135,7 @@ class NormLinearParameters(GradientLayer):
         for name in (*self.weight_names, *self.bias_names):
             part = destination.get(f"{prefix}{name}")
             if part.__class__ is Tensor and not part.is_meta and part.numel():
-                destination[f"{prefix}{name}"] = torch.from_dlpack(part)
+                destination[f"{prefix}{name}"] = torch.from_dlpack(part.resolve_neg())
 
 
 def _initialize(weight: Tensor) -> None:

@@ -90,7 +90,7 @@ def _reduce(used: Mapping[tuple[int, int], UsedScales], group: Any) -> None:
     if _is_compared(group):
         _compare(num_slots, group, device)
     length = num_slots * SLOT_SIZE
-    zeros = torch.zeros(length, device=device)
+    zeros = torch.zeros(length, dtype=torch.float32, device=device)
     parts, end = [], 0
     for place, row in rows.items():
         parts += [zeros[end:place], row.to(zeros.device)]
@@ -121,9 +121,9 @@ def _compare(num_slots: int, group: Any, device: torch.device | str) -> None:
         largest, smallest = both.chunk(2)
         return bool(((largest != -smallest) & largest.isfinite()).any())
 
-    is_different = spread(torch.tensor([float(num_slots)], device=device))
+    is_different = spread(torch.tensor([num_slots], dtype=torch.float32, device=device))
     if not is_different:
-        digests = torch.full((num_slots,), -torch.inf)
+        digests = torch.full((num_slots,), -torch.inf, dtype=torch.float32)
         digests[: len(_digests)] = torch.tensor(_digests, dtype=torch.float32)
         is_different = spread(digests.to(device))
     if is_different:

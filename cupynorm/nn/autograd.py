@@ -75,10 +75,6 @@ def normalize(
     arithmetic is float32 anyway, only the last rounding is left out, and every gradient has the
     dtype of its tensor.
     """
-    repeated_result = repeat(*request)
-    if repeated_result is not None:
-        y, added = repeated_result
-        return y, None, added
     operands, options = original = request
     if nested.is_any(operands.input, operands.residual, operands.row_scale):
         return nested.normalize(request, normalize)

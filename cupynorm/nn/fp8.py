@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable
@@ -24,11 +25,12 @@ class Scales:
     """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> None:
+        largest, float32 = [LARGEST[dtype] for dtype in dtypes], torch.float32
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            self.scale = torch.ones(len(dtypes), device=device)
-            self.amax_history = torch.zeros(length, len(dtypes), device=device)
-            self.largest = torch.tensor([LARGEST[dtype] for dtype in dtypes], device=device)
+            self.scale = torch.ones(len(dtypes), dtype=float32, device=device)
+            self.amax_history = torch.zeros(length, len(dtypes), dtype=float32, device=device)
+            self.largest = torch.tensor(largest, dtype=float32, device=device)
         self.dtypes, self.num_steps = dtypes, 0
 
     def amax(self, at: int) -> Tensor:
@@ -131,9 +133,9 @@ def scales_for(
     *,
     keeps_amaxes: bool,
 ) -> Scales:
-    """The scales that a module has kept, moved to a device, or new ones.
+    """The scales that a module has kept, if they fit, or new ones with what those hold.
 
-    keeps_amaxes: of this step. Then the scales get these dtypes and the recipe's length.
+    keeps_amaxes: of this step. Then they have these dtypes and the recipe's length.
     Raises RuntimeError where they would be made while a CUDA graph is captured.
     """
     length = recipe.amax_history_len
@@ -145,13 +147,16 @@ def scales_for(
             "of which would make them anew; expected one call with this recipe on this device "
             "before"
         )
-    scales = Scales(dtypes, length, device) if kept is None else kept.to(device)
+    if fits and (not keeps_amaxes or kept.dtypes == dtypes):
+        return kept
+    scales = Scales(dtypes, length, device) if kept is None else copy.copy(kept).to(device)
     if not keeps_amaxes:
         return scales
     if len(scales.amax_history) != length:
         scales.resize(length)
     if scales.dtypes != dtypes:
-        scales.dtypes = dtypes
+        with torch.inference_mode(False):
+            scales.dtypes, scales.largest = dtypes, scales.largest.clone()
         for at, dtype in enumerate(dtypes):
             scales.largest[at].fill_(LARGEST[dtype])
     return scales
@@ -191,7 +196,7 @@ def pack(states: dict[str, Scales]) -> Tensor:
     An empty tensor where there are no states.
     """
     if not states:
-        return torch.empty(0, dtype=torch.uint8).as_subclass(Packed)
+        return torch.empty(0, dtype=torch.uint8, device="cpu").as_subclass(Packed)
     header = {name: list(state.amax_history.shape) for name, state in states.items()}
     tensors = [each for state in states.values() for each in (state.scale, state.amax_history)]
     raw = torch.cat([each.cpu().reshape(-1) for each in tensors]).contiguous().view(torch.uint8)

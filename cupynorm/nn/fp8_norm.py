@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,17 @@ from .past_calls import PastCall, PastCalls
 from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
 _EXTRA_STATE = "_extra_state"
+
+
+class _Step(NamedTuple):
+    """What DelayedScaling gives a call; None with other recipes.
+
+    scale: of y. amax: where the kernel puts that of y; None where the region's step does not count.
+    """
+
+    scales: fp8.Scales | None
+    scale: torch.Tensor | None
+    amax: torch.Tensor | None
 
 
 class Fp8Norm(torch.nn.Module):
@@ -115,7 +126,7 @@ class Fp8Norm(torch.nn.Module):
         keeps_amaxes = torch.is_grad_enabled() or (
             region.records and self.training and wants_gradient(input, residual, *self.parameters())
         )
-        scale, amax = self._scale_and_amax(region, past, input.device, keeps_amaxes)
+        step = self._begin_step(region, past, input.device, keeps_amaxes)
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
         transpose = torch.is_grad_enabled() and not is_sharded
@@ -125,8 +136,8 @@ class Fp8Norm(torch.nn.Module):
             self._parameter("weight"),
             self._parameter("bias") if self._centered else None,
             residual,
-            scale=scale,
-            amax=amax,
+            scale=step.scale,
+            amax=step.amax,
             **operands,
         )
         norm_options = ForwardOptions(
@@ -141,38 +152,46 @@ class Fp8Norm(torch.nn.Module):
             launch=launch_options(None, None, None, self.sm_margin),
             **options,
         )
-        return normalize(
-            with_checked_options(ForwardRequest(norm_operands, norm_options)), return_residual
+        request = with_checked_options(ForwardRequest(norm_operands, norm_options))
+        call = self._past_calls.add(
+            region,
+            is_recorded=torch.is_grad_enabled(),
+            has_amaxes=step.amax is not None or (past is not None and past.has_amaxes),
+            scale=step.scale,
         )
+        try:
+            results = normalize(request, return_residual)
+        except BaseException:
+            self._past_calls.discard(call)
+            raise
+        if step.scales is not None:
+            self._fp8_scales = step.scales
+        if step.amax is not None:
+            used = autocast.UsedScales(step.scales, region.recipe, region.group)
+            region.used[self._fp8_slot, 0] = used
+        return results
 
-    def _scale_and_amax(
+    def _begin_step(
         self,
         region: autocast.Region,
         past: PastCall | None,
         device: torch.device,
         keeps_amaxes: bool,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The scale that DelayedScaling gives y, and where its amax goes; None with other recipes.
+    ) -> _Step:
+        """Changes nothing yet, because the call may be refused.
 
         past: the first run of the call, where a checkpoint runs it again. keeps_amaxes: whether the
         region's step counts.
         """
-        recipe, scale, amax = region.recipe, None, None
-        has_amaxes = past is not None and past.has_amaxes
-        if isinstance(recipe, DelayedScaling):
-            keeps_amaxes = keeps_amaxes and not has_amaxes and autocast.active() is not None
-            dtype = recipe.fp8_format.value[0]
-            self._fp8_scales = scales = fp8.scales_for(
-                self._fp8_scales, (dtype,), recipe, device, keeps_amaxes=keeps_amaxes
-            )
-            scale = scales.scale if past is None or past.scale is None else past.scale
-            if keeps_amaxes:
-                amax, has_amaxes = scales.amax(0), True
-                used = autocast.UsedScales(scales, recipe, region.group)
-                region.used[self._fp8_slot, 0] = used
-        recorded = torch.is_grad_enabled()
-        self._past_calls.add(region, is_recorded=recorded, has_amaxes=has_amaxes, scale=scale)
-        return scale, amax
+        recipe = region.recipe
+        if not isinstance(recipe, DelayedScaling):
+            return _Step(None, None, None)
+        keeps_amaxes = keeps_amaxes and autocast.active() is not None
+        keeps_amaxes = keeps_amaxes and not (past is not None and past.has_amaxes)
+        dtypes = recipe.fp8_format.value[:1]
+        scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps_amaxes)
+        scale = scales.scale if past is None or past.scale is None else past.scale
+        return _Step(scales, scale, scales.amax(0) if keeps_amaxes else None)
 
 
 def _quantization_of(recipe: Recipe, transpose: bool) -> Quantization:

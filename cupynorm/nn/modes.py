@@ -48,6 +48,18 @@ def wants_gradient(*tensors: object) -> bool:
     return False
 
 
+def stream_of(tensor: torch.Tensor) -> tuple[int, bool] | None:
+    """The current stream of a tensor's GPU, and whether a CUDA graph captures it; None on a CPU.
+
+    What was computed on another stream may not be there yet. What a graph computes is there after
+    its replays alone, and what was computed before does not change with them.
+    """
+    if not tensor.is_cuda:
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    return stream, torch.cuda.is_current_stream_capturing()
+
+
 def is_inside_backward() -> bool:
     """Whether autograd runs a backward in this thread, as torch.utils.checkpoint asks it."""
     return torch._C._current_graph_task_id() != -1

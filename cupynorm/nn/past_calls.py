@@ -71,7 +71,7 @@ class PastCalls:
         has_amaxes: bool = False,
         scale: Tensor | None = None,
         is_compiled: bool = False,
-    ) -> None:
+    ) -> PastCall | None:
         """Keeps the call that runs now, and a copy of its scale, if it may be run again."""
         functions = [] if torch.is_grad_enabled() else _functions_around()
         hooks = None if _top_hooks is None else _top_hooks(False)
@@ -79,19 +79,24 @@ class PastCalls:
         is_hooked = _top_hooks is None or (hooks is not None and not _is_rerun(hooks[0]))
         is_hooked = is_hooked and is_recorded
         if not functions and not is_hooked:
-            return
+            return None
         owners = [*functions, *(() if frame is None else (frame,))]
         number = torch.autograd._get_sequence_nr()
         scale = None if scale is None else scale.clone()
         refs = tuple(weakref.ref(each, self._forget) for each in owners)
-        self._calls.append(
-            PastCall(number, is_hooked, refs, region, has_amaxes, scale, is_compiled)
-        )
+        call = PastCall(number, is_hooked, refs, region, has_amaxes, scale, is_compiled)
+        self._calls.append(call)
         # A graph of torch.compile alone is run again by itself.
         is_alone = is_compiled and is_recorded and not is_hooked and len(functions) == 1
         self.is_empty = self.is_empty and is_alone
         if not owners:
             self._drop_oldest()
+        return call
+
+    def discard(self, call: PastCall | None) -> None:
+        """Drops a call that `add` returned, because it was refused."""
+        self._calls = [each for each in self._calls if each is not call]
+        self.is_empty = self.is_empty or not self._calls
 
     def _forget(self, _: weakref.ref) -> None:
         """Drops the calls whose owners are gone."""

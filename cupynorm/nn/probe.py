@@ -213,22 +213,27 @@ def normalized_input(module: torch.nn.Module) -> str:
     """
     generator = torch.Generator("cpu").manual_seed(1)
     own = parameters_of(module)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
     if not own:
-        return "rows" if _returns_x_hat(module, 8 * torch.randn(4, 24, generator=generator)) else ""
+        with torch.device("cpu"):
+            return "rows" if _returns_x_hat(module, 8 * random(4, 24)) else ""
     shapes = {tuple(each.shape) for each in own.values() if each.ndim}
     num_cols = max((each.numel() for each in own.values()), default=0)
     places = {(4, *shape): "rows" for shape in shapes} | {(3, 2, num_cols): "rows"}
     places[2, num_cols, 5, 5] = "images"
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         parameters = {
-            name: torch.randn(each.shape, generator=generator)
+            name: random(*each.shape)
             if each.numel() != 1
             else torch.full(each.shape, 1e-3)  # it may be an eps
             for name, each in own.items()
         }
         for place, kind in places.items():
             # Large enough for any eps, and small enough for most limits.
-            x, other = (8 * torch.randn(place, generator=generator) for _ in range(2))
+            x, other = (8 * random(*place) for _ in range(2))
             with contextlib.suppress(Exception):  # any forward may raise anything
                 y, *others = (
                     _output(module, each, parameters, False).double() for each in (x, 8 * x, other)

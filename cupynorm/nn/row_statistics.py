@@ -81,7 +81,7 @@ def _combined(parts: Tensor, norm: SplitNorm) -> Tensor:
     if not norm.centered:
         return 1.0 / torch.sqrt(parts.sum(0) / num_cols + norm.eps)
     means, rests, squares = parts.unbind(1)
-    weights = torch.tensor(norm.counts, dtype=parts.dtype)[:, None]
+    weights = parts.new_tensor(norm.counts)[:, None]
     origin = means[0]
     offsets = means - origin + rests
     shift = (weights * offsets).sum(0) / num_cols

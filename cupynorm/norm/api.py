@@ -209,6 +209,7 @@ def layer_norm(
         memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
+        None,  # y1_dtype
     )
     return call(operands, options, return_residual)
 
@@ -291,6 +292,7 @@ def rms_norm(
         memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
+        None,  # y1_dtype
     )
     return call(operands, options, return_residual)
 

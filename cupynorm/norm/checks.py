@@ -47,7 +47,17 @@ def _scalar(array: Array | None, name: str, x: Array) -> Array | None:
         )
     check_same_place(array, x, name, "input")
     _check_constant(array, name)
+    if name == "amax":
+        _check_written(array, name)
     return array
+
+
+def _check_written(array: Array, name: str) -> None:
+    """Raises ValueError for a torch view whose elements are those that a kernel writes times -1."""
+    if arrays.is_torch(array) and array.is_neg() and not arrays.on_host(array):
+        raise ValueError(
+            f"{name} is a view that negates its memory; expected a tensor whose is_neg() is False"
+        )
 
 
 def _check_constant(array: Array | None, name: str) -> None:
@@ -148,6 +158,7 @@ def check_out(request: ForwardRequest) -> None:
     if arrays.dtype_name(out) != options.out_dtype:
         raise TypeError(f"out is of dtype {arrays.dtype_name(out)}; expected {options.out_dtype}")
     view = arrays.view(out)
+    _check_written(out, "out")
     rows = arrays.rows(view, len(options.extents))
     if rows is None or (rows.num_rows > 1 and abs(rows.row_stride) < rows.num_cols):
         raise ValueError(

@@ -92,9 +92,9 @@ def bind_functors(
 
 
 def key_of(functors: Functors, layout_key: Callable[[Any], object]) -> tuple:
-    """What a prepared call depends on."""
+    """What a prepared call depends on. Numbers count as text: 0.0 equals -0.0, and NaN no NaN."""
     return tuple(
-        each and (each.functor, each.numbers, tuple(map(layout_key, each.arrays)))
+        each and (each.functor, str(each.numbers), tuple(map(layout_key, each.arrays)))
         for each in functors
     )
 
@@ -196,7 +196,7 @@ def place(array: Array, shape: tuple[int, ...], num_dims: int) -> tuple[PlacedAr
     """
     view = arrays.view(array)
     placed = _place(view, shape, num_dims)
-    if placed is not None:
+    if placed is not None and not view.is_negated:
         return placed, False
     strides, step = [], 1
     for extent in reversed(view.shape):

@@ -22,7 +22,7 @@ def rows_of(array: Array, num_dims: int) -> tuple[Rows, bool]:
     """
     view = arrays.view(array)
     rows = arrays.rows(view, num_dims)
-    if rows is not None:
+    if rows is not None and not view.is_negated:
         return rows, False
     return arrays.contiguous_rows(view.shape, num_dims, view.dtype), True
 
@@ -30,7 +30,7 @@ def rows_of(array: Array, num_dims: int) -> tuple[Rows, bool]:
 def parameter_of(array: Array) -> tuple[Rows, bool]:
     """A weight, bias, row_scale or statistic as one row, and whether a run must copy it."""
     view = arrays.view(array)
-    copied = arrays.rows(view, len(view.shape)) is None
+    copied = view.is_negated or arrays.rows(view, len(view.shape)) is None
     num_cols = arrays.product(view.shape)
     return Rows(0 if copied else view.pointer, 1, num_cols, num_cols, view.dtype), copied
 
@@ -41,10 +41,12 @@ Layouts = Mapping[str, tuple[Rows, bool]]  # by name what rows_of or parameter_o
 def layouts_of(
     operands: Any, names: Sequence[str], names_of_rows: Collection[str], num_dims: int
 ) -> Layouts:
-    """names_of_rows: whose last num_dims dimensions are normalised; other arrays are one row."""
+    """Of the arrays that are there. names_of_rows: whose last num_dims dimensions are normalised;
+    other arrays are one row."""
     return {
         name: rows_of(array, num_dims) if name in names_of_rows else parameter_of(array)
         for name, array in ((name, getattr(operands, name)) for name in names)
+        if array is not None
     }
 
 

@@ -165,8 +165,9 @@ def default_extents(
     if normalized_shape is not None:
         return extents_of(normalized_shape)
     for parameter in (weight, bias):
-        if hasattr(parameter, "shape"):
-            return tuple(parameter.shape)
+        shape = getattr(parameter, "shape", None)
+        if shape is not None:
+            return tuple(shape)
     shape = arrays.take(x, "x").shape
     if not shape:
         raise ValueError(

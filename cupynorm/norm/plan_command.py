@@ -9,14 +9,12 @@ from ..command_line import Commands, number
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import widest
-from ..plan.problem import SCALINGS
+from ..plan.problem import DIRECTIONS, NORMS, SCALINGS
 from ..plan.product_choice import choose
 from ..plan.products import NormLinearProblem
 from ..plan.strategies import STRATEGIES
 from .plans import plan
 
-DIRECTIONS = ("forward", "backward")
-NORMS = ("layer_norm", "rms_norm")
 _WITHOUT_GPU = "H200"
 
 
@@ -32,11 +30,8 @@ def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
     add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of all tensors (bfloat16)")
     add("--norm", choices=NORMS, default=NORMS[0], help="(layer_norm)")
     add("--direction", choices=(*DIRECTIONS, "both"), help="(both; for a y of 8 bits, forward)")
-    add("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
     add("--scale", choices=SCALINGS, help="of a y of 8 bits (given)")
-    add("--amax", action="store_true", help="record the largest |y| with a given scale")
-    residual = "add a residual; backward adds the gradient of the sum"
-    add("--residual", action="store_true", help=residual)
+    add_results(add)
     linear = "also say what computes the norm and a linear layer of OUT_FEATURES outputs after it"
     add("--linear", metavar="OUT_FEATURES", type=number, help=linear)
     add = parser.add_argument_group("the device and the choice").add_argument
@@ -46,6 +41,15 @@ def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
     add("--sm-margin", type=number, default=0, help="multiprocessors to leave free (0)")
     table = "print the widest row of each strategy instead"
     add("--table", action="store_true", help=table)
+
+
+def add_results(add: Callable) -> None:
+    """Adds the options of y and the sum that `bench` has too."""
+    add("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
+    amax = "record the largest |y| with a given scale, as delayed scaling does"
+    add("--amax", action="store_true", help=amax)
+    residual = "add a residual and return the sum; backward adds the gradient of the sum"
+    add("--residual", action="store_true", help=residual)
 
 
 def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> int:

@@ -9,7 +9,7 @@ from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from ..gpu import arrays, launch
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import Plan, make_plan
-from ..plan.problem import SCALINGS, Layout, OperandLayout, Problem, Tile
+from ..plan.problem import DIRECTIONS, NORMS, SCALINGS, Layout, OperandLayout, Problem, Tile
 from .options import launch_options
 
 
@@ -57,9 +57,9 @@ def plan(
     Returns a Plan, which prints as a short table. Raises ValueError for unknown names and for a
     strategy or tile that does not fit, TypeError for an extent that is no int.
     """
-    if norm not in ("layer_norm", "rms_norm"):
+    if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected 'layer_norm' or 'rms_norm'")
-    if direction not in ("forward", "backward"):
+    if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; expected 'forward' or 'backward'")
     _check_int("num_cols", num_cols, 0)
     _check_int("num_rows", num_rows, 0)

@@ -202,12 +202,13 @@ class PreparedForward(CheckedForward, OnGpu):
         num_dims = len(self.options.extents)
         names = [name for name in _READ_FORWARD if getattr(operands, name) is not None]
         layouts = layouts_of(operands, names, ("input", "residual"), num_dims)
-        # Single numbers, and out, which is written in place: never copied.
         drops = self.options.dropout_p > 0
-        names += ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
-        not_copied = ("scale", "amax", "out")
-        names += [name for name in not_copied if getattr(operands, name) is not None]
-        OnGpu.__init__(self, operands.input, ForwardOperands._fields, names, layouts)
+        numbers = ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
+        numbers += ["scale"] * (operands.scale is not None)
+        written = [name for name in ("amax", "out") if getattr(operands, name) is not None]
+        names += numbers + written
+        read = layouts | layouts_of(operands, numbers, (), num_dims)
+        OnGpu.__init__(self, operands.input, ForwardOperands._fields, names, read)
         functors = self.read_functors(operands.functors, operands.input, num_dims)
         if operands.functors is not None:
             names += operands.functors.names()
@@ -433,8 +434,10 @@ class PreparedBackward(OnGpu):
         layouts = layouts_of(operands, names, ("dy", "dy1", "x", "dsum", "input"), num_dims)
         statistics = "mean", "rstd"  # not what decides a plan
         tensors = {name: rows for name, (rows, _) in layouts.items() if name not in statistics}
-        names += ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
-        OnGpu.__init__(self, operands.x, BackwardOperands._fields, names, layouts)
+        numbers = ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
+        names += numbers
+        read = layouts | layouts_of(operands, numbers, (), num_dims)
+        OnGpu.__init__(self, operands.x, BackwardOperands._fields, names, read)
         wanted = options.functor_gradients
         functors = self.read_functors(operands.functors, operands.x, num_dims, wanted)
         if operands.functors is not None:

@@ -44,9 +44,9 @@ def is_tensor(array: object) -> bool:
     arrays.is_torch is called only until the first tensor, because torch.compile would inspect
     sys.modules for it.
     """
-    if _autograd is None and not arrays.is_torch(array):
-        return False
-    return isinstance(array, torch_part().torch.Tensor)
+    if _autograd is None:
+        return arrays.is_torch(array)
+    return isinstance(array, _autograd.torch.Tensor)
 
 
 def call(operands: tuple, options: tuple, return_residual: bool) -> Array | tuple[Array, ...]:
@@ -92,7 +92,9 @@ def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
 
 def _refuse_jit_trace(array: object) -> None:
     """Raises NotImplementedError where torch.jit.trace would record the result as a constant."""
-    if is_tensor(array) and torch_part().is_recorded_by_jit():
+    if not is_tensor(array):
+        return
+    if (_autograd or torch_part()).is_recorded_by_jit():
         raise NotImplementedError(
             "torch.jit.trace was asked to record an explicit forward or backward; expected "
             "layer_norm, rms_norm, layer_norm_linear or rms_norm_linear"
@@ -121,7 +123,9 @@ def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backw
         or options.dresidual_dtype is not None
         or second.dy is not None
         or second.weight is not None
-        or not _PLAIN_GRADIENTS.issuperset(options.gradients)
+        or not (
+            options.gradients == Backward._fields or _PLAIN_GRADIENTS.issuperset(options.gradients)
+        )
     )
     if is_fused:
         return backward_of_two(request, check_second(operands, options, second))

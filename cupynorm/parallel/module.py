@@ -226,11 +226,12 @@ class LayerNormLinear(OneRankLayerNormLinear):
             return super()._project_in_fp8(call, operands, fp8_output)
         call = self._checked(call, operands, fp8_output)
         self._check_amaxes(call)
-        quantized, weight = self.begin_in_fp8(call, operands)
         has_sink = call.recorded and self._has_sink()
         sink = self._make_sink(call.is_first_microbatch) if has_sink else None
+        quantized, weight = self.begin_in_fp8(call, operands)
         products = QuantizedProducts(quantized, self._sharding, weight)
         y, normalized = project(products, operands, sink)
+        self._take_step(sink)
         if fp8_output:
             y = quantized.quantizers.quantize("output", as_rows(y))
         return y, normalized

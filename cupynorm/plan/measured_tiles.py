@@ -17,7 +17,15 @@ from pathlib import Path
 from ..dtypes import DTYPES
 from .abilities import can_bundle
 from .devices import DEVICES, Device
-from .problem import PATHS, PATHS_OF_STRATEGY, SCALINGS, Problem, Tile
+from .problem import (
+    DIRECTIONS,
+    NORMS,
+    PATHS,
+    PATHS_OF_STRATEGY,
+    SCALINGS,
+    Problem,
+    Tile,
+)
 from .tile_model import shaped
 
 # The data files and their devices. An H100 has the multiprocessors of an H200.
@@ -129,8 +137,8 @@ def key_of(problem: Problem) -> Key | None:
 
 # What the cells of a row may say; `norm` and `dtype` may name several.
 _KNOWN = {
-    "direction": ("forward", "backward"),
-    "norm": ("layer_norm", "rms_norm"),
+    "direction": DIRECTIONS,
+    "norm": NORMS,
     "dtype": tuple(DTYPES),
     "path": PATHS,
     "strategy": tuple(PATHS_OF_STRATEGY),

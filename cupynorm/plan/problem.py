@@ -156,6 +156,8 @@ class Tile:
 _FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "round_x_hat")
 _FUSED += ("recomputed", "amax", "load", "store", "dy1", "dx_sum")
 
+DIRECTIONS = ("forward", "backward")
+NORMS = ("layer_norm", "rms_norm")
 # Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "mx")
 

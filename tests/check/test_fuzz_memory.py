@@ -227,6 +227,23 @@ def test_public_calls_are_started_and_judged(make, monkeypatch, route, seed):
     assert found.sentence == "weight was written to, or what surrounds it"
 
 
+@pytest.mark.parametrize("route", ["torch", "autograd"])
+def test_operands_that_negate_their_memory_have_their_values(make, monkeypatch, route):
+    case = Case("layer_norm", 5, 96, "bfloat16", residual=True, dsum=True)
+    negated = set()
+    for seed in range(5, 600, 8):
+        drawn, where = public_call(route, case, monkeypatch, seed=seed)
+        problem = problem_of(drawn)
+        operands = calls._PublicCall(drawn, problem, where).operands
+        for name, tensor in operands.items():
+            if tensor is not None and name != "out" and tensor.is_neg():
+                negated.add(name)
+                where.end(repeats=False)
+                where.wait()
+                np.testing.assert_array_equal(tensor.double().numpy(), getattr(problem, name))
+    assert negated == {"x", "weight", "bias", "residual", "dy", "dsum"}
+
+
 @pytest.mark.parametrize("route", ["torch", "cupy"])
 def test_public_calls_that_do_not_repeat_are_found(make, monkeypatch, route):
     drawn, where = public_call(route, Case("rms_norm", 1, 8, "float32"), monkeypatch, seed=5)

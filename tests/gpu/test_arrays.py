@@ -103,7 +103,7 @@ def test_extent_of_special_arrays():
 
 def test_view_counts_strides_in_elements():
     array = np.zeros((6, 4), np.float64)[1::2, ::-1]
-    assert arrays.view(array) == (array.ctypes.data, (3, 4), (8, -1), "float64", None)
+    assert arrays.view(array) == (array.ctypes.data, (3, 4), (8, -1), "float64", None, False)
     assert arrays.address(array) == array.ctypes.data
 
 

@@ -60,7 +60,7 @@ def test_scales_of_each_step():
     assert torch.equal(forward.scale, before[0]) and torch.equal(forward.amax_history, before[1])
     with fp8_autocast(recipe=DelayedScaling(amax_history_len=5)):
         module(x)
-    assert forward.amax_history.shape == (5, 3)
+    assert module._fp8_states["forward"].amax_history.shape == (5, 3)
 
 
 def test_state_dicts_carry_the_scales():

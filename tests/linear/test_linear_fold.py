@@ -175,9 +175,7 @@ def test_a_fold_of_the_functional_form_is_freed_with_its_weight(folds):
         )
         torch.testing.assert_close(zero_centered, first, rtol=2.0**-18, atol=2.0**-18)
         assert len(folds) == 4
-        _, _, folded = folding._cache[given["weight"]]
-        kept = weakref.ref(folded.weight)
-        del folded
+        kept = weakref.ref(folding._cache[given["weight"]].folded.weight)
         folds.clear()
         assert kept() is not None
         given.clear()

@@ -137,7 +137,8 @@ def laid(layout, shape):
     if layout == "strided":
         return memory[first : first + 2 * size].view(*shape[:-1], 2 * shape[-1])[..., ::2]
     first += layout == "misaligned"
-    return memory[first : first + size].view(shape)
+    plain = memory[first : first + size].view(shape)
+    return torch._neg_view(plain.neg_()) if layout == "negated" else plain
 
 
 def call_of(tensors, dtype=torch.bfloat16):
@@ -147,7 +148,7 @@ def call_of(tensors, dtype=torch.bfloat16):
     return LinearCall(Operands(input, residual, *norm, *parts), options)
 
 
-@pytest.mark.parametrize("layout", ("strided", "misaligned"))
+@pytest.mark.parametrize("layout", ("strided", "misaligned", "negated"))
 @pytest.mark.parametrize("name", SHAPES)
 def test_layouts_of_each_operand(name, layout):
     """The linear bias is loaded element by element, so it may have any address."""

@@ -130,6 +130,17 @@ def test_weight_gradients_in_main_grad_and_delayed(fuse, recipe):
         assert (got - expected).abs().max() <= 2.0**-20 * expected.abs().max()
 
 
+def test_weight_gradients_of_meta_tensors_are_in_main_grad_too():
+    """The operator of a norm and a linear layer, which other meta tensors go to, has no sink."""
+    layer = Linear(8, 4, device="meta", fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.empty_like(layer.weight)
+    x = torch.empty(3, 8, device="meta", requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.is_meta and y.shape == (3, 4) and x.grad.shape == x.shape
+    assert layer.weight.grad is None and layer.bias.grad.shape == (4,)
+
+
 def test_backward_keeps_a_byte_an_element():
     layer, x, seen = make(torch.bfloat16), draw(64, IN, dtype=torch.bfloat16), {}
 

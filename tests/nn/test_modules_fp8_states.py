@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -23,7 +24,7 @@ from cupynorm import (  # noqa: E402
     Format,
     fp8_autocast,
 )
-from cupynorm.nn import fp8, recipes  # noqa: E402
+from cupynorm.nn import autocast, fp8, recipes  # noqa: E402
 
 
 def stepped(kind="LayerNorm", length=4, **options):
@@ -227,6 +228,40 @@ def test_tensors_without_memory_are_refused_before_scales_move(of_four_steps):
                 with fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
                     module(x, **options)
     assert all(torch.equal(*pair) for pair in zip(scales_of(module), values))
+
+
+REFUSED = (
+    {"residual": torch.ones(5, 100)},
+    {"weight1": torch.ones(200)},
+    {"dropout_p": 2.0},
+    {"row_scale": torch.ones(5, requires_grad=True)},
+)
+
+
+@pytest.mark.parametrize("options", REFUSED, ids=lambda options: next(iter(options)))
+def test_a_refused_call_changes_no_state(options):
+    """Not of a new module, and not of one with scales, whose recipe is another now."""
+    recipe = DelayedScaling(amax_history_len=2, fp8_format=Format.E4M3)
+    new, used = make("LayerNorm", fp8_state=True), make("LayerNorm")
+    with fp8_autocast(recipe=DelayedScaling(amax_history_len=4)):
+        used(random(5, 200, seed=3), fp8_output=True)
+    for module in (new, used):
+        kept = module._fp8_scales
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        fields = {} if kept is None else dict(vars(kept))
+        with fp8_autocast(recipe=recipe):
+            with pytest.raises((TypeError, ValueError)):
+                module(random(5, 200), fp8_output=True, **options)
+            with pytest.raises((TypeError, ValueError)):  # as a checkpoint keeps calls
+                call = functools.partial(module, fp8_output=True, **options)
+                torch.utils.checkpoint.checkpoint(
+                    call, random(5, 200, grad=True), use_reentrant=False
+                )
+            assert not autocast.active().used
+        assert module._fp8_scales is kept and module._past_calls.is_empty
+        assert all(vars(kept)[name] is value for name, value in fields.items())
+        after = module.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in state.items())
 
 
 def test_a_history_of_another_length_is_loaded_in_inference_mode():

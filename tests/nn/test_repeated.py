@@ -8,8 +8,7 @@ from itertools import permutations
 import pytest
 
 import cupynorm
-from cupynorm.norm import cache
-from cupynorm.norm.request import ForwardOperands, ForwardOptions, ForwardRequest
+from cupynorm.norm import cache, route
 
 torch = pytest.importorskip("torch")
 from cupynorm.nn import autograd  # noqa: E402
@@ -203,14 +202,15 @@ def test_gradient_of_an_input_alone_in_a_repeated_call(kernels):
     assert gradients[0].abs().max() > 0.1 and torch.equal(*gradients)
 
 
-def test_a_request_is_repeated_too(launched):
-    """As a LayerNormLinear of DTensors makes it."""
-    x = tensor(4, 64, grad=True)
-    request = ForwardRequest(ForwardOperands(x, tensor(64)), ForwardOptions(True, (64,), 1e-5))
-    first = autograd.normalize(request)
-    assert launched.prepared == 1
-    second = autograd.normalize(request)
-    assert launched.prepared == 1 and len(first) == len(second) == 3
-    assert second[0].requires_grad and second[1] is None and second[2] is x
-    cupynorm.layer_norm(x, 64, tensor(64))
-    assert launched.prepared == 1
+@pytest.mark.parametrize("name", ["plain", "recorded", "bias", "residual", "eps", "rms_norm"])
+def test_a_repeated_forward_makes_no_request(launched, monkeypatch, name):
+    made, plain = [], route.with_checked_options
+    monkeypatch.setattr(
+        route, "with_checked_options", lambda request: made.append(request) or plain(request)
+    )
+    for _ in range(2):
+        if name == "rms_norm":
+            cupynorm.rms_norm(tensor(4, 64), 64, tensor(64))
+        else:
+            recorded(launched, name)
+        assert len(made) == 1

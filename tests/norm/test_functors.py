@@ -74,6 +74,17 @@ def test_lines_of_a_file_and_numbers(tmp_path):
     assert isinstance(error.value, ValueError)
 
 
+def test_numbers_that_are_equal_and_differ(device):
+    """1 / 0 and 1 / -0: the second call must not be that which was prepared for the first."""
+    torch = pytest.importorskip("torch")
+    x = torch.randn(3, 8, device=device)
+    inverse = cupynorm.functor("inverse", "y = C(1) / a;", numbers=("a",))
+    for number in (0.0, -0.0, float("nan"), 0.0):
+        y = cupynorm.layer_norm(x, 8, store=inverse(a=number))
+        expected = torch.full_like(y, 1.0) / torch.tensor(number, device=device)
+        assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0)), number
+
+
 def test_rows_of_several_dimensions_and_no_rows():
     x, cos = draw(2, 3, 4, 6), np.tile(draw(1, 3, 1, 3), 2)
     y = cupynorm.rms_norm(x, 6, store=functors.rotary(cos=cos, sin=cos))

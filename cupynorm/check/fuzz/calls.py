@@ -81,6 +81,13 @@ def _as_torch(memory: Any, placed: Placed, dtype: str) -> Any:
     return elements.as_strided(placed.shape, placed.strides, first)
 
 
+def _negated(drawn: Draw, names: tuple[str, ...]) -> set[str]:
+    """Of one call of tensors in eight, those that are views that negate their memory."""
+    if drawn.route == "cupy" or drawn.seed % 8 != 5:
+        return set()
+    return {name for at, name in enumerate(names) if (drawn.seed >> (3 + at)) % 3 == 0}
+
+
 class _PublicCall:
     """A forward and a backward by the public functions, which where.end() starts."""
 
@@ -102,8 +109,11 @@ class _PublicCall:
             "dsum": case.sum,
         }
         self._tensors = GuardedTensors(where, drawn.layouts)
+        negated = _negated(drawn, tuple(self.dtypes))
         for name, dtype in self.dtypes.items():
-            self._tensors.put(name, getattr(problem, name), dtype)
+            values = getattr(problem, name)
+            values = -values if values is not None and name in negated else values
+            self._tensors.put(name, values, dtype)
         if drawn.seed % 3 == 0 and drawn.route != "autograd":
             self._tensors.make("out", problem.x.shape, y, is_result=False)
         if drawn.route != "cupy":
@@ -113,6 +123,9 @@ class _PublicCall:
             name: view(where.there(array), placed, self._tensors.rows[name].dtype)
             for name, array, placed, _ in self._tensors.placed
         }
+        for name in negated:
+            if self.operands[name] is not None:
+                self.operands[name] = sys.modules["torch"]._neg_view(self.operands[name])
         # Of each time: the outputs, and their shapes, dtypes and bytes by name.
         self._made: list[tuple[dict, dict[str, tuple[tuple[int, ...], str, np.ndarray]]]] = []
         where.call(self.run)

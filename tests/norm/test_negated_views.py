@@ -1,0 +1,158 @@
+"""Torch views whose elements are those in memory times -1, such as x.conj().imag, as operands."""
+
+from __future__ import annotations
+
+import pytest
+
+import cupynorm
+from cupynorm.norm import quantize, reduce_matrix
+
+torch = pytest.importorskip("torch")
+from fused_cases import random  # noqa: E402
+
+ROWS, COLS = 6, 40
+FORWARDS = {
+    "plain": {},
+    "residual": {"residual": (ROWS, COLS)},
+    "second": {"weight1": (COLS,), "bias1": (COLS,)},
+    "row_scale": {"row_scale": (ROWS,), "residual": (ROWS, COLS)},
+    "wide sum": {"residual": (ROWS, COLS), "residual_dtype": torch.float64},
+    "memory_efficient": {"memory_efficient": True},
+}
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same elements whose memory has the opposite ones."""
+    view = torch._neg_view(-tensor.detach())
+    assert view.is_neg() and torch.equal(view, tensor)
+    return view.requires_grad_(tensor.requires_grad)
+
+
+def draw(device: str, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    return random(*shape, dtype=dtype, seed=seed).to(device)
+
+
+def as_list(results) -> list:
+    results = results if isinstance(results, tuple) else (results,)
+    return [each for each in results if each is not None]
+
+
+def assert_same(call, tensors: dict) -> None:
+    """call(**tensors) gives the same bits where any of the tensors is negated, or all of them."""
+    expected = as_list(call(**tensors))
+    assert expected and not any(each.isnan().any() for each in expected)
+    everything = {name: negated(each) for name, each in tensors.items()}
+    some = [tensors | {name: each} for name, each in everything.items()]
+    for given in (*some, everything, tensors):
+        results = as_list(call(**given))
+        assert len(results) == len(expected)
+        names = [name for name, each in given.items() if each.is_neg()]
+        for result, right in zip(results, expected):
+            assert torch.equal(result, right), names
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("num_cols", [COLS, 1])
+def test_calls_of_negated_operands(device, norm, name, is_recorded, num_cols):
+    shapes = {"x": (ROWS, COLS), "weight": (COLS,), "bias": (COLS,), **FORWARDS[name]}
+    options = {key: value for key, value in shapes.items() if not isinstance(value, tuple)}
+    tensors = {}
+    for seed, (key, shape) in enumerate(shapes.items()):
+        if key not in options:
+            shape = tuple(num_cols if each == COLS else each for each in shape)
+            tensors[key] = draw(device, *shape, seed=seed)
+            tensors[key].requires_grad_(is_recorded and key != "row_scale")
+
+    def call(x, weight, bias, **others):
+        given = {"bias": bias} | others | options
+        results = getattr(cupynorm, norm)(x, num_cols, weight, **given)
+        if not is_recorded:
+            return results
+        results = as_list(results)
+        leaves = [each for each in (x, weight, bias, *others.values()) if each.requires_grad]
+        upstream = [draw(device, *each.shape, dtype=each.dtype, seed=9) for each in results]
+        plain = torch.autograd.grad(results, leaves, upstream, retain_graph=True)
+        again = torch.autograd.grad(results, leaves, list(map(negated, upstream)))
+        assert all(map(torch.equal, plain, again))
+        return *(each.detach() for each in results), *plain
+
+    assert_same(call, tensors)
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.parametrize("num_cols", [COLS, 1])
+def test_explicit_calls_of_negated_operands(device, num_cols, is_strided):
+    def rows(seed):
+        made = draw(device, ROWS, 2 * num_cols, seed=seed)
+        return made[:, :num_cols] if is_strided else made[:, :num_cols].contiguous()
+
+    names = ("weight", "bias")
+    tensors = {"x": rows(0)} | {name: draw(device, num_cols, seed=1) for name in names}
+    assert_same(lambda x, weight, bias: cupynorm.layer_norm_forward(x, weight, bias), tensors)
+    made = cupynorm.layer_norm_forward(**tensors)
+    of_backward = {"dy": rows(2), "x": tensors["x"], "mean": made.mean, "rstd": made.rstd}
+    of_backward |= {"weight": tensors["weight"], "dsum": rows(3)}
+    assert_same(cupynorm.layer_norm_backward, of_backward)
+
+
+def test_fp8_calls_of_negated_operands(device):
+    scale = torch.tensor([0.5], device=device)
+    tensors = {"x": draw(device, ROWS, COLS), "weight": draw(device, COLS), "scale": scale}
+
+    def call(x, weight, scale):
+        options = {"out_dtype": "float8_e4m3fn", "transpose": True}
+        y = cupynorm.layer_norm(x, COLS, weight, scale=scale, **options)
+        return y.data.float(), y.transposed.float(), y.scale_inv
+
+    assert_same(call, tensors)
+
+
+def test_a_negated_dropout_seed(device):
+    def call(x, seed):
+        x = x.detach().requires_grad_()
+        y = cupynorm.rms_norm(x, COLS, dropout_p=0.5, dropout_seed=seed)
+        return y.detach(), *torch.autograd.grad(y.sum(), x)
+
+    seed = torch.tensor([77], device=device)
+    assert_same(call, {"x": draw(device, ROWS, COLS), "seed": seed})
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_functors_with_negated_arrays(device, is_recorded):
+    def call(x, gate):
+        given = {"store": cupynorm.functors.silu_gate(gate=gate)}
+        with torch.set_grad_enabled(is_recorded):
+            y = cupynorm.layer_norm(x, COLS, **given)
+        return y.detach(), *(torch.autograd.grad(y.sum(), (x, gate)) if is_recorded else ())
+
+    tensors = {"x": draw(device, ROWS, COLS), "gate": draw(device, ROWS, COLS, seed=1)}
+    assert_same(call, {name: each.requires_grad_() for name, each in tensors.items()})
+
+
+def test_matrices_that_are_negated(device):
+    x = {"x": draw(device, ROWS, COLS)}
+    assert_same(lambda x: reduce_matrix.sum_rows(x, "float32"), x)
+
+    def quantized(x):
+        made = quantize.quantize(x, "float8_e4m3fn", transpose=True, sums="float32")
+        return made.data.float(), made.transposed.float(), made.sums
+
+    assert_same(quantized, x)
+
+
+def test_what_a_kernel_writes_is_not_negated(device):
+    x = draw(device, ROWS, COLS)
+    sentence = "is a view that negates its memory"
+    with pytest.raises(ValueError, match=f"out {sentence}"):
+        cupynorm.layer_norm(x, COLS, out=torch._neg_view(torch.empty_like(x)))
+    amax = torch._neg_view(torch.zeros(1, device=device))
+    with pytest.raises(ValueError, match=f"amax {sentence}"):
+        cupynorm.layer_norm(x, COLS, out_dtype="float8_e4m3fn", amax=amax)
+
+
+def test_a_negated_out_on_the_cpu():
+    x = random(ROWS, COLS, dtype=torch.float32)
+    out = torch._neg_view(torch.empty_like(x))
+    assert torch.equal(cupynorm.layer_norm(x, COLS, out=out), cupynorm.layer_norm(x, COLS))
