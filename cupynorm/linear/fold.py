@@ -6,10 +6,11 @@ y = rstd * (x folded^T - mean * sums) + bias
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..nn import formulas
@@ -89,9 +90,10 @@ def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_ca
     """The fold of a call without gradients, which `make` makes, cached as long as the weight lives.
 
     It is made again after a change of the parameters. Noticed are other tensors in their places,
-    what torch writes to a tensor (load_state_dict, optimizers: its version), and data at another
-    address. A recorded call drops the fold too. Not noticed is what is written to `tensor.data`, or
-    by foreign kernels, without a recorded call in between.
+    what torch writes to a tensor (load_state_dict: its version), steps of torch.optim.Optimizer,
+    and data at another address. A recorded call drops the fold too. Not noticed is what is written
+    to `tensor.data`, by foreign kernels or by replays of a CUDA graph, without a recorded call in
+    between.
 
     Nothing is cached while a CUDA graph is captured, whose replays must see new parameters, nor
     for inference tensors, which have no version.
@@ -121,6 +123,14 @@ def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_ca
     folded = make(call)
     _cache[first] = (state, others, folded)
     return folded
+
+
+def _forget_all(*_: Any) -> None:
+    """Drops all folds after a step of an optimizer: fused ones do not change versions."""
+    _cache.clear()
+
+
+register_optimizer_step_post_hook(_forget_all)
 
 
 def forget(weight: Tensor) -> None:
