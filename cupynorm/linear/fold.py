@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..gpu import arrays
@@ -140,9 +141,12 @@ _cache = WeakIdKeyDictionary()  # first weight -> KeptFold
 def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_call) -> Folded:
     """The fold of a call without gradients, which `make` makes, cached as long as the weight lives.
 
-    It is made again where it does not fit, and after a recorded call. Nothing is cached while a
-    CUDA graph is captured, whose replays must see new parameters, nor for inference tensors, which
-    have no version.
+    It is made again where it does not fit, and after a recorded call or a step of an optimizer
+    (torch.optim.Optimizer). Not noticed is what is written to `tensor.data`, by foreign kernels or
+    by replays of a CUDA graph, without a recorded call in between.
+
+    Nothing is cached while a CUDA graph is captured, whose replays must see new parameters, nor
+    for inference tensors, which have no version.
     """
     first = call.operands.weights[0]
     _, is_captured = stream_of(first) or (None, False)
@@ -154,6 +158,14 @@ def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_ca
     if kept is None or not kept.fits(call):
         _cache[first] = kept = KeptFold(call, make)
     return kept.folded
+
+
+def _forget_all(*_: Any) -> None:
+    """Drops all folds after a step of an optimizer: fused ones do not change versions."""
+    _cache.clear()
+
+
+register_optimizer_step_post_hook(_forget_all)
 
 
 def forget(weight: Tensor) -> None:

@@ -193,7 +193,8 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         Inside cupynorm.fp8_autocast:
         fp8_output: without gradients, return out as a QuantizedTensor of its rows. Its scale is of
             its own amax, except where the recipe's scales are of blocks.
-        fp8_grad: round the gradient of the normalised tensor to an 8-bit float too.
+        fp8_grad: round the gradient of the normalised tensor to an 8-bit float too, before that of
+            return_layernorm_output is added.
         """
         if self._runs_untraced():
             return run_untraced(self.forward)(inp, is_first_microbatch, fp8_output, fp8_grad)

@@ -84,10 +84,6 @@ def _formula_gradients(
     ), None
 
 
-def _torch_sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    return rows.sum(0, dtype=dtype)
-
-
 KERNELS = Norms(_kernel_normalize, kernels.backward, sum_rows)
-OPERATORS = Norms(_operator_normalize, _operator_gradients, _torch_sum_rows)
-FORMULAS = Norms(_formula_normalize, _formula_gradients, _torch_sum_rows)
+OPERATORS = Norms(_operator_normalize, _operator_gradients, formulas.sum_rows)
+FORMULAS = Norms(_formula_normalize, _formula_gradients, formulas.sum_rows)

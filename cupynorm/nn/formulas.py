@@ -45,6 +45,14 @@ def arithmetic(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums over the rows of a matrix, of one dtype, rounded once.
+
+    torch.sum(dtype=) would round each element to that dtype first.
+    """
+    return rows.sum(0, dtype=arithmetic(rows)).to(dtype)
+
+
 def moments(
     x: Tensor, num_dims: int, centered: bool, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import OF_Y, make, relative, tensor, truth_of  # noqa: E402
+from linear_cases import DEVICES  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm import CurrentScaling, DelayedScaling, fp8_autocast  # noqa: E402
@@ -17,10 +18,11 @@ RECIPE = DelayedScaling(amax_history_len=3)
 
 
 @pytest.mark.parametrize("records", (True, False))
-def test_scales_are_recorded_while_products_stay_in_their_dtype(records):
-    module, problem = make()
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_are_recorded_while_products_stay_in_their_dtype(device, records):
+    module, problem = make(device=device)
     module.train(records)
-    x = tensor(problem.x)
+    x = tensor(problem.x, device=device)
     plain = module(x)
     with torch.set_grad_enabled(records):
         with fp8_autocast(enabled=False, calibrating=True, fp8_recipe=RECIPE):
@@ -30,15 +32,16 @@ def test_scales_are_recorded_while_products_stay_in_their_dtype(records):
         )
     amaxes = normalized.abs().max(), module.weight.float().abs().max()
     state = module._fp8_states["forward"]
-    assert state.scale.tolist() == [448 / amaxes[0], 448 / amaxes[1], 1]
+    scales = [448 / amaxes[0].item(), 448 / amaxes[1].item(), 1]
+    assert state.scale.tolist() == pytest.approx(scales, rel=2**-23)
     assert state.amax_history[-1].tolist() == [*amaxes, 0]
     # The first step in 8 bits is the second of a layer that was not calibrated.
-    other, made = make()[0], []
+    other, made = make(device=device)[0], []
     for layer in (module, other, other):
         with fp8_autocast(recipe=RECIPE):
             made.append(layer(x))
     assert torch.equal(made[0], made[2]) and not torch.equal(made[0], made[1])
-    assert relative(made[0].detach().double().numpy(), truth_of(problem)["y"]) <= OF_Y
+    assert relative(made[0].detach().double().cpu().numpy(), truth_of(problem)["y"]) <= OF_Y
 
 
 def test_a_checkpoint_and_other_recipes_record_nothing_more():

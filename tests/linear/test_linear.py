@@ -404,6 +404,28 @@ def test_autocast_rounds_the_operands_of_products(device, way):
         call(problem, given | {"x": torch.ones(4, 24, dtype=torch.int32, device=device)})
 
 
+@pytest.mark.parametrize("way", ("backward", "delayed", "create_graph", "8 bits"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_bias_gradient_is_rounded_once(device, way):
+    """The gradient of y is float16, the bias bfloat16, which would round each element to 1."""
+    module = LayerNormLinear(
+        24, 16, params_dtype=torch.bfloat16, device=device, delay_wgrad_compute=way == "delayed"
+    )
+    x = torch.randn(8, 24, dtype=torch.bfloat16, device=device)
+    dy = torch.ones(8, 16, dtype=torch.float16, device=device)
+    dy[::2] = -1 - 2.0**-9
+    for layout in (dy, dy[:, :1].expand(8, 16)):
+        module.zero_grad()
+        with (
+            torch.autocast(device, torch.float16),
+            cupynorm.fp8_autocast(way == "8 bits", recipe=cupynorm.CurrentScaling()),
+        ):
+            y = module(x)
+        y.backward(layout, create_graph=way == "create_graph")
+        module.backward_dw()
+        assert y.dtype == torch.float16 and (module.bias.grad == -(2.0**-7)).all()
+
+
 @pytest.mark.parametrize("options", ({}, {"fused": "fold"}, {"delay_wgrad_compute": True}), ids=str)
 def test_backward_inside_autocast(options):
     """The gradients do not depend on the region of the backward."""

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 
 from linear_cases import (  # noqa: E402
     CPU,
+    DEVICES,
     NORMS,
     SPLIT,
     as_float64,
@@ -154,6 +155,27 @@ def test_a_fold_is_kept_in_inference_until_a_parameter_changes(folds, split):
         assert not folds
         module(x, is_first_microbatch=True)
     runs(1)
+
+
+@pytest.mark.parametrize("options", ({"fused": True}, {"foreach": True}), ids=str)
+@pytest.mark.parametrize("fused", ("fold", "kernel"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_of_an_optimizer_drops_folds(device, fused, options):
+    """Fused optimizers do not change the versions of parameters."""
+    shape = (8192, 64, 1024) if device == "cuda" else (5, 64, 16)  # which the kernel computes
+    num_rows, in_features, out_features = shape
+    module = LayerNormLinear(
+        in_features, out_features, fused=fused, params_dtype=torch.bfloat16, device=device
+    )
+    x = torch.randn(num_rows, in_features, dtype=torch.bfloat16, device=device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **options)
+    module(x).sum().backward()
+    with torch.no_grad():
+        before = module(x)
+        optimizer.step()
+        after = module(x)
+        expected = module(x, is_first_microbatch=True)
+    assert torch.equal(after, expected) and not torch.equal(after, before)
 
 
 def test_a_fold_of_the_functional_form_is_freed_with_its_weight(folds):
