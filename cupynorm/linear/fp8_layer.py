@@ -117,6 +117,11 @@ class Fp8Layer(GradientLayer):
 
     def _checked(self, call: RegionCall, operands: Operands, fp8_output: bool) -> RegionCall:
         """The call, with `recorded` as its tensors say. Raises for what does not fit."""
+        if modes.is_recorded():
+            raise NotImplementedError(
+                "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "
+                "it outside"
+            )
         if is_fused(self.fused):
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if operands.input.dtype == torch.float64:

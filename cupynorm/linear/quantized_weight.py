@@ -67,6 +67,11 @@ class QuantizedWeight(Tensor):
                 "torch.func was asked to transform a layer whose weight is kept in 8-bit floats; "
                 "expected one that was not made inside fp8_model_init"
             )
+        if modes.is_recorded():
+            raise NotImplementedError(
+                "torch.export or make_fx was asked to record a layer whose weight is kept in 8-bit "
+                "floats; expected one that was not made inside fp8_model_init"
+            )
         return _Dequantized.apply(self, dtype)
 
     @property
