@@ -39,6 +39,7 @@ from .modes import (
     is_compiling,
     is_jit_traced,
     is_mapped,
+    is_recorded,
     is_transformed,
     num_dispatch_modes,
     present_tracer,
@@ -97,7 +98,10 @@ def normalize(
         return torch.compiler.disable(normalize)(request)
     if operands.functors is not None:
         return _with_functors(request, compiling)
-    if compiling or num_dispatch_modes() or is_jit_traced():
+    # An 8-bit y has no operator: a mode that records no graph, as of a selective checkpoint, does
+    # not see its call.
+    has_mode = num_dispatch_modes() and (options.quantization is None or is_recorded())
+    if compiling or has_mode or is_jit_traced():
         return _traced(request)
     input, weight, bias, residual, _, row_scale, _, weight1, bias1, *_ = operands
     tensors = (input, weight, bias, residual, weight1, bias1)
