@@ -270,10 +270,17 @@ class Fp8Layer(GradientLayer):
             if isinstance(parameter, QuantizedWeight):
                 destination[f"{prefix}{name}"] = parameter.detach().dequantize()
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, local_metadata: dict, *arguments
+    ) -> None:
         # A state dict of another library may have no extra state.
         state_dict = {f"{prefix}_extra_state": None, **state_dict}
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        for name, parameter in self._parameters.items() if assigns else ():
+            values = state_dict.get(f"{prefix}{name}")
+            if isinstance(parameter, QuantizedWeight) and isinstance(values, Tensor):
+                state_dict[f"{prefix}{name}"] = parameter.quantized_like(values)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
         self._drop_derived()
 
 

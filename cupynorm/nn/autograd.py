@@ -100,8 +100,8 @@ def normalize(
         return _with_functors(request, compiling)
     # An 8-bit y has no operator: a mode that records no graph, as of a selective checkpoint, does
     # not see its call.
-    has_mode = num_dispatch_modes() and (options.quantization is None or is_recorded())
-    if compiling or has_mode or is_jit_traced():
+    is_hidden = not compiling and options.quantization is not None and not is_recorded()
+    if compiling or (num_dispatch_modes() and not is_hidden) or is_jit_traced():
         return _traced(request)
     input, weight, bias, residual, _, row_scale, _, weight1, bias1, *_ = operands
     tensors = (input, weight, bias, residual, weight1, bias1)

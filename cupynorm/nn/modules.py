@@ -6,7 +6,7 @@ cupynorm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.fx import Proxy
@@ -66,6 +66,15 @@ class Norm(Fp8Norm):
         if self.sequence_parallel is not None:
             for parameter in self.parameters(recurse=False):
                 parameter.sequence_parallel = self.sequence_parallel
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Norm:
+        super()._apply(function, recurse)
+        self._mark_parameters()  # to_empty() may have made new ones
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._mark_parameters()
 
     def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias.
