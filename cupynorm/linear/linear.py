@@ -75,6 +75,11 @@ class Linear(LinearLayer, torch.nn.Linear):
     ) -> None:
         if not isinstance(bias, bool):
             raise TypeError(f"bias is {bias!r}; expected True or False: the arguments are torch's")
+        if isinstance(device, bool):
+            raise TypeError(
+                f"device is {device}; the order of the arguments is torch.nn.Linear's: in_features, "
+                "out_features, bias, device, dtype. Give TransformerEngine's others by keyword"
+            )
         super().__init__(in_features, out_features, bias, device, dtype)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute

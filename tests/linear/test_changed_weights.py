@@ -78,6 +78,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("split", (False, True))
 def test_weights_that_are_made_of_others(split, change):

@@ -315,6 +315,8 @@ def test_arguments_in_the_order_of_transformer_engine_are_refused(ours):
         TypeError, match="is torch.bfloat16; the order of the arguments is torch.nn's"
     ):
         ours(768, 1e-5, False, torch.bfloat16)
+    with pytest.raises(TypeError, match="elementwise_affine is None; the order of the arguments"):
+        ours(768, 1e-5, None, None, True)
 
 
 @pytest.mark.parametrize(
