@@ -77,7 +77,7 @@ class Linear(LinearLayer, torch.nn.Linear):
             raise TypeError(f"bias is {bias!r}; expected True or False: the arguments are torch's")
         if isinstance(device, bool):
             raise TypeError(
-                f"device is {device}; the order of the arguments is torch.nn.Linear's: in_features, "
+                f"device is {device}; the order of the arguments is torch.nn's: in_features, "
                 "out_features, bias, device, dtype. Give TransformerEngine's others by keyword"
             )
         super().__init__(in_features, out_features, bias, device, dtype)
