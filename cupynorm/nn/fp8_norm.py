@@ -120,6 +120,7 @@ class Fp8Norm(torch.nn.Module):
         keeps_amaxes = torch.is_grad_enabled() or (
             region.records and self.training and wants_gradient(input, residual, *self.parameters())
         )
+        is_first = self._fp8_scales is None
         scale, amax = self._scale_and_amax(region, past, input.device, keeps_amaxes)
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
@@ -146,9 +147,14 @@ class Fp8Norm(torch.nn.Module):
             launch=launch_options(None, None, None, self.sm_margin),
             **options,
         )
-        return normalize(
-            with_checked_options(ForwardRequest(norm_operands, norm_options)), return_residual
-        )
+        try:
+            return normalize(
+                with_checked_options(ForwardRequest(norm_operands, norm_options)), return_residual
+            )
+        except Exception:
+            if is_first:  # a refused call leaves the state dict torch's
+                self._fp8_scales = None
+            raise
 
     def _scale_and_amax(
         self,

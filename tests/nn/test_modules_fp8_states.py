@@ -229,6 +229,15 @@ def test_tensors_without_memory_are_refused_before_scales_move(of_four_steps):
     assert all(torch.equal(*pair) for pair in zip(scales_of(module), values))
 
 
+def test_a_refused_call_leaves_the_state_dict():
+    module = make("LayerNorm")
+    names = module.state_dict().keys()
+    with fp8_autocast():
+        with pytest.raises(ValueError, match="shape"):
+            module(random(5, 201), fp8_output=True)
+    assert module.state_dict().keys() == names
+
+
 def test_a_history_of_another_length_is_loaded_in_inference_mode():
     modules = []
     for length in (3, 5):
