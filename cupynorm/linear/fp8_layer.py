@@ -120,6 +120,11 @@ class Fp8Layer(GradientLayer):
 
     def _checked(self, call: RegionCall, operands: Operands, fp8_output: bool) -> RegionCall:
         """The call, with `recorded` as its tensors say. Raises for what does not fit."""
+        if modes.is_recorded():
+            raise NotImplementedError(
+                "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "
+                "it outside"
+            )
         if is_fused(self.fused):
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if operands.input.dtype == torch.float64:
@@ -270,10 +275,17 @@ class Fp8Layer(GradientLayer):
             if isinstance(parameter, QuantizedWeight):
                 destination[f"{prefix}{name}"] = parameter.detach().dequantize()
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, local_metadata: dict, *arguments
+    ) -> None:
         # A state dict of another library may have no extra state.
         state_dict = {f"{prefix}_extra_state": None, **state_dict}
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        for name, parameter in self._parameters.items() if assigns else ():
+            values = state_dict.get(f"{prefix}{name}")
+            if isinstance(parameter, QuantizedWeight) and isinstance(values, Tensor):
+                state_dict[f"{prefix}{name}"] = parameter.quantized_like(values)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
         self._drop_derived()
 
 

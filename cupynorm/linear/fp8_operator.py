@@ -27,6 +27,7 @@ from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8
 from .call import LinearOptions, Operands
 from .fp8 import QuantizedCall, RegionCall
+from .matrices import as_result
 from .operator import each_of
 from .quantizers import Quantizers
 
@@ -193,7 +194,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
             saved = saved._replace(
                 weight=saved.weight.clone(), weight_scale_inv=saved.weight_scale_inv.clone()
             )
-    results = (y, normalized, *saved)
+    results = (as_result(y), as_result(normalized), *saved)
     return tuple(y.new_empty(0) if each is None else each.contiguous() for each in results)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..nn.dtypes import outside_autocast
-from ..nn.modes import is_inside_backward, wants_gradient
+from ..nn.modes import is_compiling, is_inside_backward, wants_gradient
 from .data_parallel import DataParallel, check_is_leaf
 from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
 
@@ -33,7 +33,9 @@ class GradientLayer(torch.nn.Module):
         return [*self._weights(), *self._biases()]
 
     def _begin_forward(self, is_first_microbatch: bool | None) -> None:
-        """Notes a first microbatch that is not recorded: a checkpoint may record it later."""
+        """Notes a forward that is not recorded: a checkpoint may record it later."""
+        if self.delay_wgrad_compute and not is_compiling():
+            self._data_parallel.begin_forward()
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
             self._begins_later = self._begins_later or not torch.is_grad_enabled()
 
@@ -59,7 +61,8 @@ class GradientLayer(torch.nn.Module):
             return WeightGradientSink(weights, biases, step, None)
         for name, parameter in zip((*self.weight_names, *self.bias_names), (*weights, *biases)):
             check_is_leaf(name, parameter)
-        delay = Delay(self._delayed, self._parts, self._data_parallel.group(weights[0]))
+        groups = [self._data_parallel.group(each) for each in self._parts()]
+        delay = Delay(self._delayed, self._parts, groups)
         return WeightGradientSink(weights, biases, step, delay)
 
     def _take_step(self, sink: WeightGradientSink | None) -> None:
@@ -71,9 +74,9 @@ class GradientLayer(torch.nn.Module):
         """Makes the gradients of weights and biases that the oldest backward left.
 
         It adds them to .grad (or main_grad) and runs the hooks. Inside of DistributedDataParallel
-        and fully_shard it adds the mean over all ranks, so all ranks must call it, and fully_shard
-        must reshard after backward, as it does by default. Call it once for each backward; any
-        number may be left before a step. Does nothing without delay_wgrad_compute.
+        and fully_shard it adds the mean over all ranks, so all ranks must call it. Call it once for
+        each backward; any number may be left before a step. Does nothing without
+        delay_wgrad_compute.
 
         Raises RuntimeError if no backward has left anything, or if a tensor that it reads was
         written to: the gradient of y and the normalised tensor (in 8 bits copies of its own), or,

@@ -75,6 +75,11 @@ class Linear(LinearLayer, torch.nn.Linear):
     ) -> None:
         if not isinstance(bias, bool):
             raise TypeError(f"bias is {bias!r}; expected True or False: the arguments are torch's")
+        if isinstance(device, bool):
+            raise TypeError(
+                f"device is {device}; the order of the arguments is torch.nn's: in_features, "
+                "out_features, bias, device, dtype. Give TransformerEngine's others by keyword"
+            )
         super().__init__(in_features, out_features, bias, device, dtype)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -158,6 +163,8 @@ class Linear(LinearLayer, torch.nn.Linear):
     def _project_to_sink(
         self, operands: Operands, is_first_microbatch: bool | None
     ) -> tuple[Tensor, None]:
+        if modes.is_recorded():  # the graph's own backward gives the gradients to autograd
+            return self._project(operands, is_first_microbatch)
         if modes.is_transformed() or not modes.are_plain(operands.all):
             raise NotImplementedError(
                 "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with "

@@ -24,7 +24,7 @@ from ..norm.request import Options
 from . import compute
 from .call import LinearCall, LinearOptions, Operands, check
 from .kernels import SavedNorm, forward_request
-from .matrices import concatenate, join
+from .matrices import as_result, concatenate, join
 from .norms import OPERATORS
 
 _library = torch.library.Library("cupynorm", "FRAGMENT")
@@ -140,8 +140,8 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     y, normalized, mean, rstd, added = compute.forward(call, weight, bias, FOR_STATISTICS)
     # An operator must not return a tensor that it was given.
     return (
-        y,
-        normalized if arguments.has_normalized else y.new_empty(0),
+        as_result(y),
+        as_result(normalized) if arguments.has_normalized else y.new_empty(0),
         mean if arguments.centered else rstd.new_empty(0),
         rstd,
         input.new_empty(0) if operands.residual is None else added,

@@ -106,8 +106,11 @@ class NormLinearParameters(GradientLayer):
 
     def _join_parameters(self) -> None:
         """Puts the parts into one storage again, after each was moved by itself."""
-        for parts in (self._weights(), self._biases()):
+        for names in (self.weight_names, self.bias_names):
+            # What pruning or a parametrization makes anew in each forward is no parameter.
+            parts = [each for name in names if (each := self._parameters.get(name)) is not None]
             is_plain = all(part.data.__class__ is Tensor and not part.is_meta for part in parts)
+            is_plain = is_plain and len(parts) == len(names)
             if len(parts) > 1 and is_plain:
                 joined = join(parts)
                 if joined.data_ptr() == parts[0].data_ptr():

@@ -67,6 +67,11 @@ class QuantizedWeight(Tensor):
                 "torch.func was asked to transform a layer whose weight is kept in 8-bit floats; "
                 "expected one that was not made inside fp8_model_init"
             )
+        if modes.is_recorded():
+            raise NotImplementedError(
+                "torch.export or make_fx was asked to record a layer whose weight is kept in 8-bit "
+                "floats; expected one that was not made inside fp8_model_init"
+            )
         return _Dequantized.apply(self, dtype)
 
     @property
@@ -91,6 +96,13 @@ class QuantizedWeight(Tensor):
         for name, tensor in _tensors(self.quantized).items():
             tensor.copy_(getattr(quantized, name))
 
+    def quantized_like(self, values: Tensor) -> Tensor:
+        """values by this weight's recipe; as they are if they are quantised or do not fit."""
+        fits = values.shape == self.shape and values.dtype in _QUANTISED
+        if isinstance(values, QuantizedWeight) or not fits:
+            return values
+        return QuantizedWeight.of(values, self.recipe)
+
     def for_products(self, recipe: Recipe, *, transpose: bool) -> QuantizedTensor:
         """What a region of a recipe multiplies, without quantising.
 
@@ -107,6 +119,15 @@ class QuantizedWeight(Tensor):
         scale_inv = kept.scale_inv.t().contiguous() if kept.block_rows else None
         transposed = transpose_data(kept.data)
         return replaced(kept, transposed=transposed, transposed_scale_inv=scale_inv)
+
+    def share_memory_(self) -> QuantizedWeight:
+        """As of every tensor. torch would share the memory of values, which there is not."""
+        for each in _tensors(self.quantized).values():
+            each.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(each.is_shared() for each in _tensors(self.quantized).values())
 
     def keep_initial(self, values: Tensor) -> None:
         """Keeps the first values as they were before they were quantised."""
@@ -193,8 +214,17 @@ class QuantizedWeight(Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        """Of plain tensors, so that torch.load(weights_only=True) opens it."""
+        """Of plain tensors, so that torch.load(weights_only=True) opens it.
+
+        As bytes, because pickle.loads cannot make torch's 8-bit floats.
+        """
         kept, recipe = self.quantized, self.recipe
+        tensors = {
+            name: each.view(torch.uint8)
+            if each.is_floating_point() and each.itemsize == 1
+            else each
+            for name, each in _tensors(kept).items()
+        }
         options = {"fp8_format": recipe.fp8_format.name}
         for name in ("power_of_two", "amax_epsilon"):
             if hasattr(recipe, name):
@@ -202,7 +232,7 @@ class QuantizedWeight(Tensor):
         blocks = kept.dtype, kept.block_rows, kept.block_cols
         is_parameter = isinstance(self, torch.nn.Parameter)
         flags = self.requires_grad, is_parameter
-        return load_weight, (_tensors(kept), blocks, type(recipe).__name__, options, flags)
+        return load_weight, (tensors, blocks, type(recipe).__name__, options, flags)
 
 
 def load_weight(
@@ -214,6 +244,11 @@ def load_weight(
 ) -> QuantizedWeight:
     """What a QuantizedWeight is pickled as a call of."""
     options = {**options, "fp8_format": recipes.Format[options["fp8_format"]]}
+    dtype = options["fp8_format"].value[0]
+    tensors = {
+        name: each.view(dtype) if name in ("data", "transposed") else each
+        for name, each in tensors.items()
+    }
     weight = QuantizedWeight(_join(tensors, blocks), getattr(recipes, recipe)(**options))
     requires_grad, is_parameter = flags
     if is_parameter:

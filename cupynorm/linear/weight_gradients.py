@@ -48,12 +48,12 @@ class Delay(NamedTuple):
     """Where delayed work goes.
 
     queue: of the work. present: makes the list of weights and biases that the layer holds now.
-    group: of DistributedDataParallel, or None.
+    groups: of DistributedDataParallel, or None, for each of those.
     """
 
     queue: deque
     present: Callable[[], Sequence[Tensor]]
-    group: Any
+    groups: Sequence[Any]
 
 
 class WeightGradientSink:
@@ -121,11 +121,12 @@ class WeightGradientSink:
                     "it; expected no such write (autograd may add another gradient into the memory "
                     "of that of y: y.register_hook(torch.clone) keeps them separate)"
                 )
-        present = self.delay.present()[len(self.weights) :]
+        num_weights = len(self.weights)
+        present, groups = self.delay.present()[num_weights:], self.delay.groups[num_weights:]
         of_biases = self._bias_gradients(product.rows, biases)
-        for bias, now, gradient in zip(biases, present, of_biases):
+        for bias, now, gradient, group in zip(biases, present, of_biases, groups):
             if bias is not None:
-                accumulate(bias, now, gradient, self.delay.group)
+                accumulate(bias, now, gradient, group)
         self._add_weights(product, weights)
 
     def _add_weights(self, product: WeightProduct, weights: Sequence[Tensor | None]) -> None:
@@ -139,9 +140,10 @@ class WeightGradientSink:
             else:
                 dweight = make_dweight(self.weights[0].dtype)
             parts = split_like(dweight, self.weights)
-            for weight, now, part in zip(weights, self.delay.present(), parts):
+            present, groups = self.delay.present(), self.delay.groups
+            for weight, now, part, group in zip(weights, present, parts, groups):
                 if weight is not None:
-                    accumulate(weight, now, part, self.delay.group)
+                    accumulate(weight, now, part, group)
             return
         sizes = [len(weight) for weight in self.weights]
         overwrites, self.step.is_stale = self.step.is_stale, False

@@ -39,6 +39,7 @@ from .modes import (
     is_compiling,
     is_jit_traced,
     is_mapped,
+    is_recorded,
     is_transformed,
     num_dispatch_modes,
     present_tracer,
@@ -93,7 +94,10 @@ def normalize(
         return torch.compiler.disable(normalize)(request)
     if operands.functors is not None:
         return _with_functors(request, compiling)
-    if compiling or num_dispatch_modes() or is_jit_traced():
+    # An 8-bit y has no operator: a mode that records no graph, as of a selective checkpoint, does
+    # not see its call.
+    is_hidden = not compiling and options.quantization is not None and not is_recorded()
+    if compiling or (num_dispatch_modes() and not is_hidden) or is_jit_traced():
         return _traced(request)
     input, weight, bias, residual, _, row_scale, _, weight1, bias1, *_ = operands
     tensors = (input, weight, bias, residual, weight1, bias1)

@@ -13,7 +13,7 @@ from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quan
 from ..norm.route import normalize
 from . import amaxes, autocast, dtensor, fp8
 from .dtypes import name_of
-from .modes import wants_gradient
+from .modes import is_recorded, wants_gradient
 from .past_calls import PastCall, PastCalls
 from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
@@ -119,6 +119,11 @@ class Fp8Norm(torch.nn.Module):
             )
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"input is {arrays.type_in_words(input)}; expected a torch tensor")
+        if is_recorded():
+            raise NotImplementedError(
+                "torch.export or make_fx was asked to record a norm with fp8_output=True; expected "
+                "fp8_output=False"
+            )
         is_sharded = dtensor.is_any(input)
         if not is_sharded:
             arrays.check_addresses(input=input)  # before scales are moved to its device

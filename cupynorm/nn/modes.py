@@ -22,6 +22,9 @@ has_functorch_transforms = torch._C._are_functorch_transforms_active
 # still trace what that function calls.
 present_tracer = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+_proxies = getattr(torch._C, "_TorchDispatchModeKey", None)  # the key of make_fx's mode
+
 # Whether torch.compile knows the answer of is_transformed(). Older versions answer False inside of
 # a transform that they compile.
 compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
@@ -30,6 +33,16 @@ compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >= 
 def is_transformed() -> bool:
     """Whether torch.func transforms the call, or forward mode runs."""
     return has_functorch_transforms() or forward_ad._current_level >= 0
+
+
+def is_recorded() -> bool:
+    """Whether torch.export or make_fx puts the call into a graph, which may run in another process.
+
+    torch.compile does not: its graphs run where the call was made.
+    """
+    if is_compiling() or not num_dispatch_modes():
+        return _is_exporting()
+    return _is_exporting() or torch._C._get_dispatch_mode(_proxies.PROXY) is not None
 
 
 def are_plain(tensors: Iterable[object]) -> bool:

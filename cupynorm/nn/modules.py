@@ -6,7 +6,7 @@ cupynorm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.fx import Proxy
@@ -66,6 +66,15 @@ class Norm(Fp8Norm):
         if self.sequence_parallel is not None:
             for parameter in self.parameters(recurse=False):
                 parameter.sequence_parallel = self.sequence_parallel
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Norm:
+        super()._apply(function, recurse)
+        self._mark_parameters()  # to_empty() may have made new ones
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._mark_parameters()
 
     def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias.
@@ -220,7 +229,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_no_dtype(elementwise_affine=elementwise_affine, bias=bias, device=device)
+        _check_order(device, elementwise_affine=elementwise_affine, bias=bias)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         numerics = round_x_hat, memory_efficient, fp8_state
         self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
@@ -261,7 +270,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_no_dtype(elementwise_affine=elementwise_affine, device=device)
+        _check_order(device, elementwise_affine=elementwise_affine)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         numerics = round_x_hat, memory_efficient, fp8_state
         self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
@@ -285,11 +294,11 @@ def _without_fp8(dropout_p: float, fp8_output: bool) -> float:
     return dropout_p
 
 
-def _check_no_dtype(**arguments: object) -> None:
+def _check_order(device: object, **flags: object) -> None:
     """Refuses arguments in the order of TransformerEngine, whose third and fourth are
-    sequence_parallel and dtype."""
-    for name, value in arguments.items():
-        if isinstance(value, torch.dtype):
+    sequence_parallel, by default None, and dtype."""
+    for name, value in {"device": device, **flags}.items():
+        if isinstance(value, torch.dtype) or (value is None and name != "device"):
             raise TypeError(
                 f"{name} is {value}; the order of the arguments is torch.nn's: normalized_shape, "
                 "eps, elementwise_affine. Give TransformerEngine's sequence_parallel and dtype by "

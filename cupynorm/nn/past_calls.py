@@ -9,13 +9,16 @@ Kept are the calls inside of a checkpoint alone, as long as its graph exists:
     use_reentrant=True    the call was not recorded, inside of the forward of an autograd function.
                           The node that runs in backward is that function's. So it is in a graph
                           that torch.compile made.
+
+What a checkpoint runs again makes its calls in the order of the forward.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +64,7 @@ class PastCalls:
     def __init__(self) -> None:
         self._calls: list[PastCall] = []
         self._has_dropped = False
+        self._rerun: tuple[weakref.ref | None, int] = None, 0  # what is run again, and its calls
         self.is_empty = True
 
     def add(
@@ -77,6 +81,8 @@ class PastCalls:
         hooks = None if _top_hooks is None else _top_hooks(False)
         frame = None if hooks is None else _frame_of(hooks[0])
         is_hooked = _top_hooks is None or (hooks is not None and not _is_rerun(hooks[0]))
+        if functions or is_recorded:
+            self._count_call_of_rerun()
         is_hooked = is_hooked and is_recorded
         if not functions and not is_hooked:
             return None
@@ -118,10 +124,11 @@ class PastCalls:
         """
         if not self._calls or not is_inside_backward():
             return None
+        owner, rerun = _what_runs_again()
+        owned = [each for each in self._calls if each.is_owned_by(owner)]
+        if owned:
+            return owned[self._num_calls_of(rerun) % len(owned)]
         node = torch._C._current_autograd_node()
-        for call in self._calls:
-            if call.is_owned_by(node):
-                return call
         number = -1 if node is None else node._sequence_nr()
         before = [each for each in self._calls if each.is_hooked and each.number <= number]
         if not before and self._has_dropped:
@@ -130,6 +137,26 @@ class PastCalls:
                 "of hooks of saved tensors; expected its backward before"
             )
         return max(before, key=lambda call: call.number, default=None)
+
+    def _num_calls_of(self, rerun: object) -> int:
+        of, number = self._rerun
+        return number if of is not None and of() is rerun else 0
+
+    def _count_call_of_rerun(self) -> None:
+        if self._calls and is_inside_backward():
+            _, rerun = _what_runs_again()
+            number = self._num_calls_of(rerun) + 1
+            self._rerun = None if rerun is None else weakref.ref(rerun), number
+
+
+def _what_runs_again() -> tuple[object, object]:
+    """The owner of the calls that a checkpoint runs again, and an object of this run alone."""
+    hooks = None if _top_hooks is None else _top_hooks(False)
+    if hooks is not None and _is_rerun(hooks[0]):
+        reference = _variables_of(hooks[0]).get("target_frame_ref")
+        return None if reference is None else reference(), hooks[0]
+    node = torch._C._current_autograd_node()
+    return node, node
 
 
 def runs_again_by_hooks() -> bool:
@@ -146,9 +173,15 @@ def _frame_of(pack: object) -> object | None:
     """What torch keeps of a checkpoint as long as its graph exists."""
     if not getattr(pack, "__qualname__", "").startswith("_checkpoint_hook."):
         return None
+    return _variables_of(pack).get("frame")
+
+
+def _variables_of(pack: Any) -> dict[str, Any]:
+    """The variables of torch's that one of its hooks uses."""
+    pack = inspect.unwrap(pack)
     code, cells = getattr(pack, "__code__", None), getattr(pack, "__closure__", None) or ()
-    variables = dict(zip(code.co_freevars, cells)) if code is not None else {}
-    return variables["frame"].cell_contents if "frame" in variables else None
+    names = () if code is None else code.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, cells)}
 
 
 def _functions_around() -> list[object]:

@@ -126,6 +126,8 @@ def probe(
                 if all(_agrees(formula, output, named) for output in outputs) and _agrees(
                     formula, large_output, large_named
                 ):
+                    if reason := _why_not_in_training(formula, module, sample, own_names):
+                        return None, reason
                     rounds, remark = _differences(formula, module, sample, own_names, keep_rounding)
                     if formula.eps not in eps_of(module):
                         remark = "; ".join(filter(None, [f"eps={formula.eps}, measured", remark]))
@@ -273,6 +275,33 @@ def _agrees(formula: Formula, output: torch.Tensor, sample: _Sample) -> bool:
     allowed = 4 * 2.0**-24 * (4 + math.sqrt(math.prod(shape))) * magnitude
     near = (output.double() - expected).abs() <= allowed
     return bool((near | (output.isnan() & expected.isnan())).all())
+
+
+def _why_not_in_training(
+    formula: Formula, module: torch.nn.Module, sample: _Sample, own_names: dict[str, str]
+) -> str:
+    """Why its replacement would train differently, as of a detached variance; "" if it would not.
+
+    A module for inference, which has no gradients, is no reason.
+    """
+    x, parameters, shape = sample._replace(x=sample.x[0])
+    generator = torch.Generator("cpu").manual_seed(2)
+    dy = 64 * torch.randn(x.shape, generator=generator)  # large enough for most limits
+    leaves = [x.clone(), *(parameters[own].clone() for own in own_names.values())]
+    with torch.enable_grad():
+        for each in leaves:
+            each.requires_grad_()
+        given = leaves[0] * 1
+        output = _output(module, given, dict(zip(own_names.values(), leaves[1:])), True)
+        expected = formula(leaves[0], dict(zip(own_names, leaves[1:])), shape)
+    if output.requires_grad:
+        found = torch.autograd.grad(output, leaves, dy.to(output.dtype), allow_unused=True)
+        for gradient, right in zip(found, torch.autograd.grad(expected, leaves, dy.double())):
+            # float32 and float64 are nearer, and other formulas farther.
+            allowed = 1e-3 * float(right.abs().max())
+            if gradient is None or float((gradient - right).abs().max()) > allowed:
+                return "its gradients are not those of the norm that it computes"
+    return ""
 
 
 def _differences(

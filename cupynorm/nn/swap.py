@@ -103,9 +103,10 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
     Swapped are
     - torch.nn's LayerNorm and RMSNorm, TransformerEngine's, and apex's fused ones;
     - every module with one or two parameters of one shape and one input, whose output for random
-      input on the CPU is that of layer_norm or rms_norm, with weight or 1 + weight. The RMSNorm
-      classes of language models are such modules. The parameters may have any names, such as gamma
-      and beta, and keep them. eps may be an attribute, or a number of up to four digits.
+      input on the CPU is that of layer_norm or rms_norm, with weight or 1 + weight, and so are its
+      gradients, if it has any. The RMSNorm classes of language models are such modules. The
+      parameters may have any names, such as gamma and beta, and keep them. eps may be an attribute,
+      or a number of up to four digits.
 
     Not replaced ("left") are modules with hooks, with parametrized weights, with a weight such as
     (1,) or (1, 1, C), or with a forward that does more. model itself is left too: only its parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 import threading
 
 import numpy as np
@@ -157,6 +158,11 @@ def test_state_dicts_hold_values_and_parameters_hold_8_bits(recipe):
     other.load_state_dict(state)
     off = (other.weight.dequantize() - state["weight"]).abs()  # a scale's last bit
     assert (off <= 2.0**-22 * state["weight"].abs()).all()
+    for device in ("cpu", "meta"):
+        assigned = make(LayerNormLinear, recipe, device=device)
+        assigned.load_state_dict(state, assign=True)
+        assert_same_bits(assigned.weight, other.weight)
+        assert assigned.weight.requires_grad and assigned.weight.tensor_model_parallel
     # In 8 bits, and without code in the file.
     file = io.BytesIO()
     torch.save(dict(layer.named_parameters()), file)
@@ -167,12 +173,26 @@ def test_state_dicts_hold_values_and_parameters_hold_8_bits(recipe):
     assert_same_bits(third.weight, layer.weight)
     plain.load_state_dict(saved)
     assert torch.equal(plain.weight, state["weight"])
-    for copied in (copy.deepcopy(layer), torch.load(_saved(layer), weights_only=False)):
+    for copied in (
+        copy.deepcopy(layer),
+        torch.load(_saved(layer), weights_only=False),
+        pickle.loads(pickle.dumps(layer)),
+    ):
         assert_same_bits(copied.weight, layer.weight)
         with torch.no_grad():
             copied.weight.zero_()
         assert layer.weight.dequantize().abs().max() > 0
         assert copied.weight.requires_grad and isinstance(copied.weight, torch.nn.Parameter)
+
+
+def test_shared_memory():
+    """torch's own share_memory_() ends the process."""
+    layer = make()
+    assert not layer.weight.is_shared()
+    before = bits(layer.weight)
+    layer.share_memory()
+    assert layer.weight.is_shared() and layer.bias.is_shared()
+    assert all(map(torch.equal, before, bits(layer.weight)))
 
 
 def _saved(layer) -> io.BytesIO:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 from turns import by_turns
 
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import make, tensor  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import (  # noqa: E402
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from cupynorm import BlockScaling, CurrentScaling, DelayedScaling, fp8_autocast  # noqa: E402
+from cupynorm import (  # noqa: E402
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    LayerNorm,
+    Linear,
+    fp8_autocast,
+)
 
 RECIPES = (None, DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling())
 
@@ -201,26 +213,85 @@ def test_a_checkpoint_outside_of_a_region_after_a_step_inside(use_reentrant):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
 
 
-@pytest.mark.parametrize("use_reentrant", (False, True))
-def test_checkpoints_in_a_checkpoint(use_reentrant):
-    recipe, made = DelayedScaling(amax_history_len=4), []
-    for checkpointed in (False, True):
-        module, problem = make(40, 72, 72, dtype="float32")
+def at_once(function, x):
+    return function(x)
 
-        def run(function, *tensors, checkpointed=checkpointed):
-            if not checkpointed:
-                return function(*tensors)
-            return checkpoint(function, *tensors, use_reentrant=use_reentrant)
+
+HOW = {
+    "at once": at_once,
+    "by hooks": partial(checkpoint, use_reentrant=False),
+    "by a function": partial(checkpoint, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("inner", [*HOW][1:])
+@pytest.mark.parametrize("outer", [*HOW][1:])
+def test_checkpoints_in_a_checkpoint(outer, inner):
+    recipe, made = DelayedScaling(amax_history_len=4), []
+    for outside, inside in ((at_once, at_once), (HOW[outer], HOW[inner])):
+        (one, problem), (other, _) = (make(40, 72, 72, dtype="float32") for _ in range(2))
+        module = torch.nn.ModuleList((one, other))
+
+        def layers(x, one=one, other=other, inside=inside):
+            for layer in (one, other, one):
+                x = inside(layer, torch.tanh(x))
+            return x
 
         for _ in range(3):
             module.zero_grad()
             x = tensor(problem.x, "float32", grad=True)
             with region(recipe):
-                y = run(lambda x, m=module, run=run: run(m, torch.tanh(run(m, x))), x)
+                y = outside(layers, x)
             y.backward(tensor(problem.dy, "float32"))
             made.append([y, x.grad, *(each.grad for each in module.parameters())])
     for ones, others in zip(made[:3], made[3:]):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
+
+
+def test_a_layer_in_two_regions_of_one_checkpoint():
+    """The first region ends a step, so that the second call of a layer has another scale."""
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+    made = []
+    for how in (HOW["at once"], HOW["by hooks"]):
+        module, problem = make(40, 72, 72, dtype="float32")
+
+        def twice(x, module=module):
+            with region(recipe):
+                y = module(x)
+            with torch.no_grad(), region(recipe):
+                module(100 * y)
+            with region(recipe):
+                return module(30 * torch.tanh(y))
+
+        x = tensor(problem.x, "float32", grad=True)
+        for _ in range(2):
+            y = how(twice, x)
+            for keeps in (True, False):
+                y.backward(tensor(problem.dy, "float32"), retain_graph=keeps)
+        made.append([y, x.grad, *(each.grad for each in module.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*made))
+
+
+def test_a_selective_checkpoint_of_a_norm_in_8_bits():
+    norm, (layer, problem), recipe = LayerNorm(200), make(), CurrentScaling()
+    linear, made = Linear(layer.out_features, 200), []
+
+    def policy(context, operator, *_, **__):
+        saves = "mm" in str(operator)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def model(x):
+        return linear(layer(norm(x.float(), fp8_output=True).dequantize().to(x.dtype)).float())
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    for how in (at_once, partial(checkpoint, use_reentrant=False, context_fn=contexts)):
+        x = tensor(problem.x, grad=True)
+        with region(recipe):
+            y = how(model, x)
+        y.square().sum().backward()
+        made.append((y.detach(), x.grad, norm.weight.grad.clone()))
+        norm.zero_grad()
+    assert made[0][2].abs().max() > 0 and all(torch.equal(*pair) for pair in zip(*made))
 
 
 @pytest.mark.parametrize("delay", (False, True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import os
 import tempfile
 
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 from cupynorm import (
     CurrentScaling,
@@ -113,61 +116,93 @@ def a_rank_that_uses_no_layer_takes_part(rank: int) -> None:
     assert gathered(bool(layer._fp8_states)) == [True, False]
 
 
+class Checkpointed(torch.nn.Module):
+    """Runs each layer without recording it, and again in backward."""
+
+    def __init__(self, layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = activation_checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
 def wrapped(kind: str, layers: torch.nn.Module) -> torch.nn.Module:
-    if kind == "DistributedDataParallel":
-        return torch.nn.parallel.DistributedDataParallel(layers)
+    data_parallel = torch.nn.parallel.DistributedDataParallel
+    if kind.startswith("DistributedDataParallel"):
+        if kind.endswith("that ignores"):
+            data_parallel._set_params_and_buffers_to_ignore_for_model(layers, ["0.weight"])
+        return data_parallel(Checkpointed(layers) if kind.endswith("checkpoints") else layers)
     mesh = init_device_mesh(DEVICE, (2,))
-    if kind == "fully_shard of each":
+    if not kind.startswith("fully_shard of all"):
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-    return fully_shard(layers, mesh=mesh)
+    model = fully_shard(layers, mesh=mesh)
+    for layer in (*layers, model) if kind.endswith("divisor") else ():
+        layer.set_gradient_divide_factor(3.0)
+        layer.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    if kind.endswith("not resharded"):
+        model.set_reshard_after_backward(False)
+    return model
 
 
 def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+KINDS = (
+    "DistributedDataParallel",
+    "DistributedDataParallel with no_sync",
+    "DistributedDataParallel of checkpoints",
+    "DistributedDataParallel that ignores",
+    "fully_shard of all",
+    "fully_shard of each",
+    "fully_shard of each with a divisor",
+    "fully_shard of each, not resharded",
+)
+
+
 @check
 def delayed_weight_gradients_are_the_mean_of_all_ranks(rank: int) -> None:
     """As without a delay, of one backward and of two microbatches, and so is a step after them."""
-    for kind in ("DistributedDataParallel", "fully_shard", "fully_shard of each"):
-        for num_microbatches in (1, 2):
-            made = []
-            for delay in (False, True):
-                layers = torch.nn.Sequential(*make_layers(2, delay_wgrad_compute=delay))
-                model, hooked = wrapped(kind, layers), set()
+    for kind, num_microbatches in itertools.product(KINDS, (1, 2)):
+        made = []
+        for delay in (False, True):
+            layers = torch.nn.Sequential(*make_layers(2, delay_wgrad_compute=delay))
+            model, hooked = wrapped(kind, layers), set()
+            parameters = [*layers.parameters()]
 
-                def hook(parameter, hooked=hooked):
-                    if parameter.grad is not None:
-                        hooked.add(id(parameter))
+            def hook(parameter, hooked=hooked):
+                if parameter.grad is not None:
+                    hooked.add(id(parameter))
 
-                for parameter in layers.parameters():
-                    parameter.register_post_accumulate_grad_hook(hook)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                for step in range(2):
-                    optimizer.zero_grad()
-                    for at in range(num_microbatches):
-                        x = random(6, 16, seed=100 * step + 10 * at + rank)
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                optimizer.zero_grad()
+                for at in range(num_microbatches):
+                    x = random(6, 16, seed=100 * step + 10 * at + rank)
+                    x.requires_grad_()  # else a checkpoint would have no backward
+                    keeps = kind.endswith("no_sync") and at < num_microbatches - 1
+                    with model.no_sync() if keeps else contextlib.nullcontext():
                         model(x).square().mean().backward()
-                        for layer in layers:
-                            layer.backward_dw()
-                    assert {id(each) for each in layers.parameters()} == hooked
+                    for layer in layers:
+                        layer.backward_dw()
+                    assert {id(each) for each in parameters} == hooked
                     hooked.clear()
-                    made += [full(each.grad).clone() for each in layers.parameters()]
-                    optimizer.step()
-            names = [name for name, _ in layers.named_parameters()] * 2
-            half = len(made) // 2
-            for name, right, got in zip(names, made[:half], made[half:]):
-                assert right.abs().max() > 0
-                torch.testing.assert_close(
-                    got,
-                    right,
-                    rtol=2.0**-18,
-                    atol=2.0**-18,
-                    msg=f"{kind} {num_microbatches} {name}",
-                )
-            one, other = gathered([each.tolist() for each in made])
-            assert one == other, kind
+                made += [full(each.grad).clone() for each in parameters]
+                optimizer.step()
+        names = [name for name, _ in layers.named_parameters()] * 2
+        half = len(made) // 2
+        for name, right, got in zip(names, made[:half], made[half:]):
+            assert right.abs().max() > 0
+            said = f"{kind} {num_microbatches} {name}"
+            torch.testing.assert_close(got, right, rtol=2.0**-18, atol=2.0**-18, msg=said)
+        one, other = gathered([each.tolist() for each in made])
+        assert (one == other) != kind.endswith("that ignores"), kind
 
 
 @check

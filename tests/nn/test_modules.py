@@ -248,10 +248,18 @@ def test_sequence_parallel_is_an_attribute_of_the_parameters(ours, theirs):
     assert not any(hasattr(parameter, "sequence_parallel") for parameter in ours(8).parameters())
     for value in (True, False):
         module = ours(8, device="meta", sequence_parallel=value).to_empty(device="cpu")
-        module.reset_parameters()
-        for _ in range(2):
+        for change in (
+            module.reset_parameters,
+            lambda module=module: module.load_state_dict(theirs(8).state_dict(), assign=True),
+            module.double,
+        ):
             assert all(parameter.sequence_parallel is value for parameter in module.parameters())
-            module.load_state_dict(theirs(8).state_dict(), assign=True)
+            torch.__future__.set_overwrite_module_params_on_conversion(True)
+            try:
+                change()
+            finally:
+                torch.__future__.set_overwrite_module_params_on_conversion(False)
+        assert all(parameter.sequence_parallel is value for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("ours", [cupynorm.LayerNorm, cupynorm.RMSNorm])
@@ -307,6 +315,8 @@ def test_arguments_in_the_order_of_transformer_engine_are_refused(ours):
         TypeError, match="is torch.bfloat16; the order of the arguments is torch.nn's"
     ):
         ours(768, 1e-5, False, torch.bfloat16)
+    with pytest.raises(TypeError, match="elementwise_affine is None; the order of the arguments"):
+        ours(768, 1e-5, None, None, True)
 
 
 @pytest.mark.parametrize(

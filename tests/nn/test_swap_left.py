@@ -107,7 +107,27 @@ def with_(module: torch.nn.Module, **attributes) -> torch.nn.Module:
 NEITHER = "it computes neither layer_norm nor rms_norm of its weight"
 
 
+class DetachedRMSNorm(LlamaRMSNorm):
+    """Its values are those of rms_norm, and its gradients are not."""
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.detach().square().mean(-1, keepdim=True)
+        return x * torch.rsqrt(size + self.variance_epsilon)
+
+
+class ClippedGradients(LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda dy: dy.clamp(-1, 1))
+        return y
+
+
+OTHER_GRADIENTS = "its gradients are not those of the norm that it computes"
+
 LEFT = {
+    "a detached variance": (lambda: DetachedRMSNorm(64), OTHER_GRADIENTS),
+    "clipped gradients": (lambda: ClippedGradients(64), OTHER_GRADIENTS),
     "forward hook": (lambda: hooked("register_forward_hook"), "it has forward_hooks"),
     "forward pre-hook": (lambda: hooked("register_forward_pre_hook"), "it has forward_pre_hooks"),
     "backward hook": (lambda: hooked("register_full_backward_hook"), "it has backward_hooks"),

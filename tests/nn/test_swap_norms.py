@@ -290,3 +290,16 @@ def test_classes_of_other_libraries_are_known_by_name(what):
     assert all(getattr(made, key) is value for key, value in parameters.items())
     assert {key: getattr(made, key) for key in modules.EXTRAS} == modules.EXTRAS | extras
     assert made(random_input(3, 4, 64)).shape == (3, 4, 64)
+
+
+def test_a_norm_for_inference_is_swapped():
+    """It has no gradients, so that none can differ."""
+
+    class ForInference(LlamaRMSNorm):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    model = torch.nn.Sequential(ForInference(64))
+    cupynorm.swap_norms(model)
+    assert type(model[0]) is cupynorm.RMSNorm

@@ -1,4 +1,4 @@
-"""torch.jit.trace and torch.fx.symbolic_trace record the norms, and no result of them."""
+"""torch.jit.trace, torch.export and torch.fx record the norms, and no result of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 from module_inputs import random_input  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -96,6 +97,69 @@ def test_jit_trace_refuses_what_a_layer_keeps():
         jit_trace(layer, x)
     with torch.no_grad():
         assert torch.equal(jit_trace(layer, x)(x + 1), layer(x + 1))
+
+
+def export(call, x):
+    return torch.export.export(call, (x,)).module()
+
+
+def compiled(call, x):
+    torch._dynamo.reset()
+    return torch.compile(call, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "record, region",
+    ((jit_trace, False), (export, False), (compiled, False), (compiled, True)),
+    ids=str,
+)
+@pytest.mark.parametrize("options", ({}, {"fused": "fold"}), ids=str)
+def test_what_is_recorded_may_be_written_in_place(options, record, region):
+    """As torch.nn.ReLU(inplace=True) writes."""
+    if region and options:
+        pytest.skip("fused='fold' has no 8-bit products")
+    layer = cupynorm.LayerNormLinear(16, 8, device="cpu", **options)
+    made = []
+    for in_place in (False, True):
+        model = torch.nn.Sequential(layer, torch.nn.ReLU(in_place))
+        x = random_input(2, 3, 16).requires_grad_()
+        with cupynorm.fp8_autocast(region, cupynorm.CurrentScaling()):
+            y = record(model, x.detach())(x) if in_place else model(x)
+        y.square().sum().backward()
+        made.append((y.detach(), x.grad))
+    assert made[0][1].abs().max() > 0
+    assert all(map(torch.equal, *made))
+
+
+def test_a_layer_with_delayed_gradients_is_exported():
+    for make in (cupynorm.LayerNormLinear, cupynorm.Linear):
+        layer, x = make(16, 8, delay_wgrad_compute=True, device="cpu"), random_input(4, 16)
+        exported = export(layer, x)
+        assert torch.equal(exported(x), layer(x))
+        exported(x).sum().backward()
+        assert dict(exported.named_parameters())["weight"].grad.abs().max() > 0
+
+
+def test_export_refuses_8_bits():
+    """A graph has no way to the scales that a layer keeps, in another process least of all."""
+    x = random_input(4, 16)
+    norm, linear = cupynorm.LayerNorm(16), cupynorm.Linear(16, 16)
+    with cupynorm.fp8_model_init():
+        in_8_bits = cupynorm.Linear(16, 16)
+
+    class Quantised(torch.nn.Module):
+        def forward(self, x):
+            return norm(x, fp8_output=True).dequantize()
+
+    for recording in (export, lambda call, x: make_fx(call)(x)):
+        for region, model, said in (
+            (True, linear, "a layer inside fp8_autocast"),
+            (True, cupynorm.LayerNormLinear(16, 8, device="cpu"), "a layer inside fp8_autocast"),
+            (True, Quantised(), "a norm with fp8_output=True"),
+            (False, in_8_bits, "a layer whose weight is kept in 8-bit floats"),
+        ):
+            with cupynorm.fp8_autocast(region), pytest.raises(NotImplementedError, match=said):
+                recording(model, x)
 
 
 EXPLICIT = {
