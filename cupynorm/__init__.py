@@ -15,6 +15,7 @@ from .norm import autograd_loader
 
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from . import functors as functors
+    from . import reference as reference
     from .check.gradient_check import check as check
     from .check.results import CheckResult as CheckResult
     from .explore.experiment import Experiment as Experiment
@@ -115,7 +116,7 @@ _NAMES = {
 }
 
 # Public modules.
-_MODULES = ("functors",)
+_MODULES = ("functors", "reference")
 
 # `from cupynorm import *` works without torch.
 __all__ = ["__version__", *_MODULES, *" ".join(_WITHOUT_TORCH.values()).split()]

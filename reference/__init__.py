@@ -1,6 +1,10 @@
 """LayerNorm, RMSNorm, the linear layer after them, dropout, 8-bit floats and ranks in NumPy.
 
 Every kernel is checked against these functions. They import only NumPy.
+
+Examples:
+    >>> cupynorm.reference.layer_norm(np.array([[1.0, 3.0]]), eps=0.0).y
+    array([[-1.,  1.]])
 """
 
 from . import fp8, parallel

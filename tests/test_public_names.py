@@ -57,6 +57,14 @@ def test_public_names_are_the_ones_that_resolve():
         _ = cupynorm.layernorm
 
 
+def test_modules_load_on_first_use():
+    """Docstrings and docs name functions of these modules after `import cupynorm` alone."""
+    code = (
+        "import cupynorm; cupynorm.reference.dropout_mask(1, 2, 0.5, 3); cupynorm.functors.rotary"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
 def test_names_that_need_torch_say_what_to_install():
     for name in ("LayerNorm", "LayerNormLinear", "swap_norms", "fp8_autocast"):
         code = f"import sys; sys.modules['torch'] = None; import cupynorm; cupynorm.{name}"

@@ -99,8 +99,8 @@ def layer_norm(
     weight1, bias1: as weight and bias, of a second output y1 of the same x_hat, for parallel blocks
         that have a norm each.
     round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that dtype
-        is narrower than the arithmetic, as the norms of Hugging Face's Llama do. Gradients are
-        those of the function without that rounding.
+        has 16 bits, as the norms of Hugging Face's Llama do. Gradients are those of the function
+        without that rounding.
     memory_efficient: for torch tensors whose gradient is recorded: keep y for backward instead of
         the normalised row, as apex's norms do. It saves memory where y is kept anyway and the input
         is not. Backward computes x_hat = (y - bias) / weight. A weight (or 1 + weight) smaller than
@@ -111,7 +111,7 @@ def layer_norm(
     out: an array for the result: of the input's shape, with contiguous rows, sharing no memory with
         the inputs.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
-        float64 holds values of float32, unless the input or the sum is float64 too. With
+        float64 holds values of float32, unless the sum is float64 too. With
         "float8_e4m3fn" or "float8_e5m2" the result is a cupynorm.QuantizedTensor: data = y * scale,
         saturated and rounded once to 8 bits, and scale_inv = 1 / scale.
 
@@ -138,9 +138,10 @@ def layer_norm(
     A user's own functor (cupynorm.functor), fused into the kernel; docs/functors.md:
 
     store: applied to y, after weight and bias, before y is rounded.
-    load: applied to the input before anything else. Without a residual its result is normalised
-        as it is, in the compute type, and return_residual is refused. Neither goes with an 8-bit y,
-        weight1, bias1, memory_efficient or round_x_hat.
+    load: applied to the input before anything else. Its result is normalised as it is, in the
+        compute type, unless a residual, row_scale, dropout_p or another residual_dtype makes a sum,
+        which is rounded. return_residual needs a residual. Neither goes with an 8-bit y, weight1,
+        bias1, memory_efficient or round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
@@ -159,7 +160,8 @@ def layer_norm(
     torch.compile alone works. Under CUDA's torch.autocast y is float32 unless out_dtype says
     otherwise, as torch's is.
 
-    Arithmetic is in float32 (float64 for a float64 input or sum) with one rounding at the end.
+    Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
+    another) with one rounding at the end.
     Other operands are converted to that when they are read, also a float64 weight beside a 16-bit
     input. float32 values below 2^-126 may count as 0. A row's result does not depend on other rows
     and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. If the squared

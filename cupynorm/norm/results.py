@@ -39,7 +39,7 @@ class FusedForward(NamedTuple):
 
     y: as in Forward; a QuantizedTensor for an out_dtype of 8 bits.
     sum: what was normalised, in residual_dtype or else the input's dtype.
-    mean, rstd: as in Forward, and float64 if sum is float64.
+    mean, rstd: as in Forward, but float64 only if sum is float64.
     y1: of the shape and dtype of y, with weight1 and bias1; None without them.
     dropout_seed: the seed as given or drawn, None without dropout.
     """
