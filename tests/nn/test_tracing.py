@@ -111,7 +111,7 @@ def compiled(call, x):
 @pytest.mark.parametrize(
     "record, region",
     ((jit_trace, False), (export, False), (compiled, False), (compiled, True)),
-    ids=str,
+    ids=("jit_trace", "export", "compiled", "compiled in a region"),
 )
 @pytest.mark.parametrize("options", ({}, {"fused": "fold"}), ids=str)
 def test_what_is_recorded_may_be_written_in_place(options, record, region):
