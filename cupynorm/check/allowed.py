@@ -79,6 +79,7 @@ count as 0 in float32 arithmetic: t = f = 2^-126. float64 arithmetic keeps opera
 rounds a product to a multiple of t = 2^-1074: f = 0. It adds to what is above:
 
     y        t + f * |w|
+    mean     Welford: 3f * log2(n). The difference of two means, its share, and their sum
     wdy      b = t + f * |w|
     means    of wdy: mean(b) + f + t; of wdy * x_hat: c = mean(t + b * |x_hat|) + f + t
     dx       rstd * (b + mean(b) + 3f + 2t + |x_hat| * c) + t; if it is scaled t + f * |factor|
@@ -338,6 +339,7 @@ class _Rows:
             size = np.abs(self.mean)
             if self.rounded_mean:
                 of_sum = self.g * (size + 2 * np.sqrt((self.centered_x**2).mean(axis=1)))
+                of_sum = of_sum + 3 * self.f * np.log2(max(2, self.problem.case.num_cols))
             else:
                 of_sum = self.u * size + self.g * np.abs(self.centered_x).mean(axis=1)
             stored = half_ulp(self.mean, compute_dtype(self.problem.case.sum).name)

@@ -121,6 +121,12 @@ def test_t01_values_on_both_sides_of_a_power_of_two(num_cols, where):
     check(with_rows(Case("layer_norm", 0, 0, "float16", y="float32", weight=None), rows), where)
 
 
+def test_welford_means_of_values_that_are_flushed(where):
+    """On a GPU: differences from the first value, and their share, may be below 2^-126."""
+    rows = np.random.default_rng(0).standard_normal((4000, 8)) * 2.0**-124
+    check(with_rows(Case("layer_norm", 0, 0, "bfloat16", statistics="welford"), rows), where)
+
+
 CONSTANTS = np.array([14.0, 1234.0, 0.0, 0.1, -1 / 3, 1e-3 + 1e4])
 # Values whose sums float32 rounds. float16 does not have the first.
 ROUNDED_CONSTANTS = np.array([-3507424260.0, 4.388819e-05])
