@@ -65,15 +65,17 @@ class Fp8Layer(GradientLayer):
         region = autocast.active()
         if modes.is_compiling():
             return region
-        if region is None:
-            past = self._past_calls.run_again()
-            region = None if past is None else past.region
-            if region is not None and past.is_compiled and runs_again_by_hooks():
+        # The region around backward() is not that of the forward.
+        past = None if autocast.began_in_backward() else self._past_calls.run_again()
+        if past is not None and past.is_compiled and runs_again_by_hooks():
+            if region is None and past.region is not None:
                 raise NotImplementedError(
                     "checkpoint(use_reentrant=False) runs a compiled layer again outside of its "
                     "fp8_autocast; expected the region inside of the checkpointed function, "
                     "use_reentrant=True, or the checkpoint inside of what torch.compile compiles"
                 )
+        elif past is not None:
+            region = past.region
         if region is None and not self._past_calls.is_empty:
             self._past_calls.add(None, is_recorded=torch.is_grad_enabled())
         return region

@@ -99,7 +99,7 @@ class Fp8Norm(torch.nn.Module):
     ) -> Any:
         """The call with fp8_output. operands, options: those that forward was given besides."""
         region, past = autocast.active(), self._past_calls.run_again()
-        if region is None and past is not None:
+        if past is not None and not autocast.began_in_backward():
             region = past.region
         if region is None:
             raise ValueError(

@@ -81,7 +81,7 @@ class PastCalls:
         hooks = None if _top_hooks is None else _top_hooks(False)
         frame = None if hooks is None else _frame_of(hooks[0])
         is_hooked = _top_hooks is None or (hooks is not None and not _is_rerun(hooks[0]))
-        if functions or is_recorded:
+        if functions or is_recorded or not runs_again_by_hooks():
             self._count_call_of_rerun()
         is_hooked = is_hooked and is_recorded
         if not functions and not is_hooked:

@@ -272,6 +272,36 @@ def test_a_layer_in_two_regions_of_one_checkpoint():
     assert all(torch.equal(*pair) for pair in zip(*made))
 
 
+OTHER_REGIONS = (False, CurrentScaling(), RECIPES[1])
+
+
+@pytest.mark.parametrize("how", [*HOW][1:])
+@pytest.mark.parametrize("around_backward", OTHER_REGIONS, ids=str)
+def test_regions_of_a_forward_in_a_backward_inside_another_region(around_backward, how):
+    """Also of a part whose region is disabled, and whose result has no gradient."""
+    made = []
+    for run in (at_once, HOW[how]):
+        module, problem = make(40, 72, 72, dtype="float32")
+        norm = LayerNorm(72)
+
+        def model(x, module=module, norm=norm):
+            y = norm(module(x), fp8_output=True).dequantize()
+            with torch.no_grad(), fp8_autocast(False):
+                target = module(y)
+            return module(torch.tanh(y) + target)
+
+        for _ in range(2):
+            x = tensor(problem.x, "float32", grad=True)
+            with region(RECIPES[1]):
+                y = run(model, x)
+            with fp8_autocast(bool(around_backward), around_backward or None):
+                y.backward(tensor(problem.dy, "float32"))
+        states = module._fp8_states.values()
+        made.append([y.detach(), x.grad, *(each.grad for each in module.parameters())])
+        made[-1] += [norm._fp8_scales.scale, *(each.amax_history for each in states)]
+    assert all(torch.equal(*pair) for pair in zip(*made))
+
+
 def test_a_selective_checkpoint_of_a_norm_in_8_bits():
     norm, (layer, problem), recipe = LayerNorm(200), make(), CurrentScaling()
     linear, made = Linear(layer.out_features, 200), []
