@@ -20,7 +20,7 @@ from .call import LinearCall, LinearOptions, Operands, is_fused
 from .fp8 import RegionCall
 from .function import check_call
 from .gradient_layer import GradientLayer
-from .matrices import as_rows, join
+from .matrices import as_result, as_rows, join
 from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
 
@@ -114,8 +114,8 @@ class Fp8Layer(GradientLayer):
         with torch.no_grad():
             y, normalized, _ = fp8_linear.forward(quantized_call, weight, operands, recorded=False)
             if fp8_output:
-                y = quantized_call.quantizers.quantize("output", as_rows(y))
-            return y, normalized
+                return quantized_call.quantizers.quantize("output", as_rows(y)), normalized
+            return as_result(y), as_result(normalized)
 
     def _checked(self, call: RegionCall, operands: Operands, fp8_output: bool) -> RegionCall:
         """The call, with `recorded` as its tensors say. Raises for what does not fit."""

@@ -57,6 +57,18 @@ def test_results_may_be_written_in_place(shape, recipe, options):
     assert all(torch.equal(*pair) for pair in zip(*made))
 
 
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=str)
+def test_8_bit_results_without_gradients_may_be_written_in_place(recipe):
+    """By what is trained behind a frozen layer. torch takes no such write to a view."""
+    module, problem = make(return_layernorm_output=True)
+    with torch.no_grad(), region(recipe):
+        results = module(tensor(problem.x))
+    for result in results:
+        scale = torch.ones((), requires_grad=True)
+        result.mul_(scale).sum().backward()
+        assert scale.grad is not None
+
+
 def train(module, problem, recipe, how, steps=3):
     """The gradients of each step, with a checkpoint that is laid as `how` says."""
     made, (place, use_reentrant) = [], how
