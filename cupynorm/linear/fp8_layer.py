@@ -74,7 +74,7 @@ class Fp8Layer(GradientLayer):
                     "fp8_autocast; expected the region inside of the checkpointed function, "
                     "use_reentrant=True, or the checkpoint inside of what torch.compile compiles"
                 )
-        elif past is not None:
+        elif past is not None and not past.is_inside:
             region = past.region
         if region is None and not self._past_calls.is_empty:
             self._past_calls.add(None, is_recorded=torch.is_grad_enabled())

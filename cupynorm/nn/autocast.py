@@ -30,6 +30,7 @@ class Region:
     records: whether gradients were recorded where it began.
     calibration: the recipe of a disabled region that records amaxes.
     in_backward: whether it began in a backward, inside of what a checkpoint runs again.
+    number: the number of autograd's nodes when it began.
     """
 
     recipe: Recipe | None
@@ -40,6 +41,7 @@ class Region:
     records: bool
     calibration: DelayedScaling | None = None
     in_backward: bool = False
+    number: int = 0
 
 
 # What torch.distributed.new_group gives a rank that is not in the group.
@@ -161,6 +163,7 @@ def fp8_autocast(
         torch.is_grad_enabled(),
         recipe if is_recorded and not enabled else None,
         is_inside_backward(),
+        torch.autograd._get_sequence_nr(),
     )
     if is_recorded and recipe.reduce_amax and not any(each is group for each in groups):
         groups.append(group)

@@ -284,6 +284,31 @@ def test_a_layer_in_two_regions_of_one_checkpoint():
     assert all(torch.equal(*pair) for pair in zip(*made))
 
 
+@pytest.mark.parametrize(
+    "how, place", (*((how, "around") for how in [*HOW][1:]), ([*HOW][2], "in"))
+)
+def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place):
+    """The first call runs again in 16 bits, and the second in 8."""
+    recipe, made = RECIPES[1], []
+    for run in (at_once, HOW[how]):
+        module, problem = make(40, 72, 72, dtype="float32")
+
+        def model(x, module=module):
+            with fp8_autocast(False) if place == "around" else contextlib.nullcontext():
+                y = module(x)
+            with region(recipe if place == "in" else None):
+                return module(torch.tanh(y))
+
+        for _ in range(2):
+            x = tensor(problem.x, "float32", grad=True)
+            with region(recipe if place == "around" else None):
+                y = run(model, x)
+            y.backward(tensor(problem.dy, "float32"))
+            made.append([y.detach(), x.grad, module.weight.grad.clone()])
+    for ones, others in zip(made[:2], made[2:]):
+        assert all(torch.equal(*pair) for pair in zip(ones, others))
+
+
 OTHER_REGIONS = (False, CurrentScaling(), RECIPES[1])
 
 
