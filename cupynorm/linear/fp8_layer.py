@@ -276,7 +276,8 @@ class Fp8Layer(GradientLayer):
         self, state_dict: dict, prefix: str, local_metadata: dict, *arguments
     ) -> None:
         # A state dict of another library may have no extra state.
-        state_dict = {f"{prefix}_extra_state": None, **state_dict}
+        kept = self.get_extra_state() if fp8.has_none_of(self, state_dict, prefix) else None
+        state_dict = {f"{prefix}_extra_state": kept, **state_dict}
         assigns = local_metadata.get("assign_to_params_buffers", False)
         for name, parameter in self._parameters.items() if assigns else ():
             values = state_dict.get(f"{prefix}{name}")

@@ -70,7 +70,8 @@ class Fp8Norm(torch.nn.Module):
         key = f"{prefix}{_EXTRA_STATE}"
         # TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
         extra = state_dict.get(key)
-        self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
+        if extra is not None or not fp8.has_none_of(self, state_dict, prefix):
+            self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
         others = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(others, prefix, *arguments)
 
