@@ -20,7 +20,7 @@ from .call import LinearCall, LinearOptions, Operands, is_fused
 from .fp8 import RegionCall
 from .function import check_call
 from .gradient_layer import GradientLayer
-from .matrices import as_rows, join
+from .matrices import as_result, as_rows, join
 from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
 
@@ -65,15 +65,17 @@ class Fp8Layer(GradientLayer):
         region = autocast.active()
         if modes.is_compiling():
             return region
-        if region is None:
-            past = self._past_calls.run_again()
-            region = None if past is None else past.region
-            if region is not None and past.is_compiled and runs_again_by_hooks():
+        # The region around backward() is not that of the forward.
+        past = None if autocast.began_in_backward() else self._past_calls.run_again()
+        if past is not None and past.is_compiled and runs_again_by_hooks():
+            if region is None and past.region is not None:
                 raise NotImplementedError(
                     "checkpoint(use_reentrant=False) runs a compiled layer again outside of its "
                     "fp8_autocast; expected the region inside of the checkpointed function, "
                     "use_reentrant=True, or the checkpoint inside of what torch.compile compiles"
                 )
+        elif past is not None and not past.is_inside:
+            region = past.region
         if region is None and not self._past_calls.is_empty:
             self._past_calls.add(None, is_recorded=torch.is_grad_enabled())
         return region
@@ -115,8 +117,8 @@ class Fp8Layer(GradientLayer):
         with torch.no_grad():
             y, normalized, _ = fp8_linear.forward(quantized_call, weight, operands, recorded=False)
             if fp8_output:
-                y = quantized_call.quantizers.quantize("output", as_rows(y))
-            return y, normalized
+                return quantized_call.quantizers.quantize("output", as_rows(y)), normalized
+            return as_result(y), as_result(normalized)
 
     def _checked(self, call: RegionCall, operands: Operands, fp8_output: bool) -> RegionCall:
         """The call, with `recorded` as its tensors say. Raises for what does not fit."""
@@ -279,7 +281,8 @@ class Fp8Layer(GradientLayer):
         self, state_dict: dict, prefix: str, local_metadata: dict, *arguments
     ) -> None:
         # A state dict of another library may have no extra state.
-        state_dict = {f"{prefix}_extra_state": None, **state_dict}
+        kept = self.get_extra_state() if fp8.has_none_of(self, state_dict, prefix) else None
+        state_dict = {f"{prefix}_extra_state": kept, **state_dict}
         assigns = local_metadata.get("assign_to_params_buffers", False)
         for name, parameter in self._parameters.items() if assigns else ():
             values = state_dict.get(f"{prefix}{name}")

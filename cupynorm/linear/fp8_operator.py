@@ -170,9 +170,10 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     arguments = _Arguments(*values)
     operands, recorded = _operands_of(arguments), arguments.recorded
     layer, region = _layer_of(arguments.layer), autocast.active()
-    keeps_amaxes = arguments.keeps_amaxes and region is not None
-    if region is None:
+    keeps_amaxes = arguments.keeps_amaxes
+    if region is None or region.text != arguments.recipe:
         # A checkpoint recomputes the call after the region has ended: no step of its scales.
+        keeps_amaxes = False
         recipe = autocast.recipe_of(arguments.recipe)
         region = autocast.Region(recipe, None, {}, [], arguments.recipe, False)
     call = RegionCall(

@@ -29,6 +29,8 @@ class Region:
     text: the recipe as text, which torch.compile can trace; empty where there is none.
     records: whether gradients were recorded where it began.
     calibration: the recipe of a disabled region that records amaxes.
+    in_backward: whether it began in a backward, inside of what a checkpoint runs again.
+    number: the number of autograd's nodes when it began.
     """
 
     recipe: Recipe | None
@@ -38,6 +40,8 @@ class Region:
     text: str
     records: bool
     calibration: DelayedScaling | None = None
+    in_backward: bool = False
+    number: int = 0
 
 
 # What torch.distributed.new_group gives a rank that is not in the group.
@@ -58,6 +62,11 @@ def active() -> Region | None:
 def calibration() -> Region | None:
     """The innermost region, if it is disabled and records amaxes."""
     return _regions[-1] if _regions and _regions[-1].calibration is not None else None
+
+
+def began_in_backward() -> bool:
+    """Whether what a checkpoint runs again is in a region of its own, enabled or not."""
+    return bool(_regions) and _regions[-1].in_backward
 
 
 def recipe_of(text: str) -> Recipe:
@@ -153,6 +162,8 @@ def fp8_autocast(
         _text_of(recipe if enabled else None),
         torch.is_grad_enabled(),
         recipe if is_recorded and not enabled else None,
+        is_inside_backward(),
+        torch.autograd._get_sequence_nr(),
     )
     if is_recorded and recipe.reduce_amax and not any(each is group for each in groups):
         groups.append(group)

@@ -212,6 +212,15 @@ def is_packed(state: Any) -> bool:
     return bytes(state[: len(_MAGIC)].cpu().numpy()) == _MAGIC
 
 
+def has_none_of(module: torch.nn.Module, state_dict: dict, prefix: str) -> bool:
+    """Whether a state dict has none of a module's parameters, as one of adapters alone.
+
+    Loaded with strict=False it must leave the module's scales.
+    """
+    own = [name for name, each in module._parameters.items() if each is not None]
+    return bool(own) and not any(f"{prefix}{name}" in state_dict for name in own)
+
+
 def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """name -> (scale, amax_history) of what `pack` made.
 

@@ -81,7 +81,8 @@ class Fp8Norm(torch.nn.Module):
         key = f"{prefix}{_EXTRA_STATE}"
         # TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
         extra = state_dict.get(key)
-        self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
+        if extra is not None or not fp8.has_none_of(self, state_dict, prefix):
+            self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
         others = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(others, prefix, *arguments)
 
@@ -110,7 +111,7 @@ class Fp8Norm(torch.nn.Module):
     ) -> Any:
         """The call with fp8_output. operands, options: those that forward was given besides."""
         region, past = autocast.active(), self._past_calls.run_again()
-        if region is None and past is not None:
+        if past is not None and not autocast.began_in_backward():
             region = past.region
         if region is None:
             raise ValueError(

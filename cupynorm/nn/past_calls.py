@@ -41,6 +41,8 @@ class PastCall(NamedTuple):
     region: None for a call outside of fp8_autocast.
     has_amaxes: whether its amaxes were recorded. scale: of the forward's tensors, for
     DelayedScaling. is_compiled: whether torch.compile's graph made it.
+    is_inside: whether the region began inside of the autograd function that runs the call again,
+    and so begins again.
     """
 
     number: int
@@ -50,6 +52,7 @@ class PastCall(NamedTuple):
     has_amaxes: bool
     scale: Tensor | None
     is_compiled: bool
+    is_inside: bool
 
     def is_owned_by(self, owner: object) -> bool:
         return any(each() is owner for each in self.owners)
@@ -81,7 +84,7 @@ class PastCalls:
         hooks = None if _top_hooks is None else _top_hooks(False)
         frame = None if hooks is None else _frame_of(hooks[0])
         is_hooked = _top_hooks is None or (hooks is not None and not _is_rerun(hooks[0]))
-        if functions or is_recorded:
+        if functions or is_recorded or not runs_again_by_hooks():
             self._count_call_of_rerun()
         is_hooked = is_hooked and is_recorded
         if not functions and not is_hooked:
@@ -90,7 +93,9 @@ class PastCalls:
         number = torch.autograd._get_sequence_nr()
         scale = None if scale is None else scale.clone()
         refs = tuple(weakref.ref(each, self._forget) for each in owners)
-        call = PastCall(number, is_hooked, refs, region, has_amaxes, scale, is_compiled)
+        is_inside = bool(functions) and region is not None
+        is_inside = is_inside and region.number > functions[0]._sequence_nr()
+        call = PastCall(number, is_hooked, refs, region, has_amaxes, scale, is_compiled, is_inside)
         self._calls.append(call)
         # A graph of torch.compile alone is run again by itself.
         is_alone = is_compiled and is_recorded and not is_hooked and len(functions) == 1

@@ -228,7 +228,7 @@ class _OwnNames(Norm):
     _own_names: Mapping[str, str] = {}
 
     def _parameter(self, name: str) -> torch.Tensor | None:
-        return self._parameters.get(self._own_names.get(name, name))
+        return super()._parameter(self._own_names[name]) if name in self._own_names else None
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(self._own_names.get(name, name))

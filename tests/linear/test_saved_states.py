@@ -12,7 +12,7 @@ checkpoint = pytest.importorskip("torch.distributed.checkpoint")
 state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 from fp8_linear_cases import make, step  # noqa: E402
 
-from cupynorm import DelayedScaling  # noqa: E402
+from cupynorm import DelayedScaling, LayerNorm, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
 
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 # Steps, and the length of the history.
@@ -84,3 +84,23 @@ def test_parts_in_a_state_dict_share_the_memory_of_the_parameters():
         if name != "_extra_state":
             assert part.data_ptr() == getattr(module, name).data_ptr()
             assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
+def test_a_state_dict_of_adapters_leaves_the_scales():
+    """It has no parameters of the layers, and is loaded with strict=False."""
+    model = torch.nn.Sequential(
+        LayerNorm(16), Linear(16, 16), LayerNormLinear(16, 16, device="cpu")
+    )
+    with fp8_autocast():
+        model[2](model[1](model[0](torch.randn(4, 16), fp8_output=True)))
+    scales = model[0]._fp8_scales, model[1]._fp8_states, model[2]._fp8_states
+    saved = [model[0].state_dict()["_extra_state"], *(each.get_extra_state() for each in model[1:])]
+    found = model.load_state_dict({"3.adapter": torch.ones(1)}, strict=False)
+    assert found.unexpected_keys == ["3.adapter"] and "2._extra_state" not in found.missing_keys
+    now = [model[0].state_dict()["_extra_state"], *(each.get_extra_state() for each in model[1:])]
+    assert all(map(torch.equal, saved, now)) and all(each.numel() for each in now)
+    assert scales[0] is model[0]._fp8_scales
+    # One that has a layer's parameters alone removes its scales.
+    state = {f"{at}.{name}": p for at in range(3) for name, p in model[at].named_parameters()}
+    model.load_state_dict(state, strict=False)
+    assert model[0]._fp8_scales is None and not model[1]._fp8_states and not model[2]._fp8_states

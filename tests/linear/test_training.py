@@ -57,6 +57,18 @@ def test_results_may_be_written_in_place(shape, recipe, options):
     assert all(torch.equal(*pair) for pair in zip(*made))
 
 
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=str)
+def test_8_bit_results_without_gradients_may_be_written_in_place(recipe):
+    """By what is trained behind a frozen layer. torch takes no such write to a view."""
+    module, problem = make(return_layernorm_output=True)
+    with torch.no_grad(), region(recipe):
+        results = module(tensor(problem.x))
+    for result in results:
+        scale = torch.ones((), requires_grad=True)
+        result.mul_(scale).sum().backward()
+        assert scale.grad is not None
+
+
 def train(module, problem, recipe, how, steps=3):
     """The gradients of each step, with a checkpoint that is laid as `how` says."""
     made, (place, use_reentrant) = [], how
@@ -269,6 +281,61 @@ def test_a_layer_in_two_regions_of_one_checkpoint():
             for keeps in (True, False):
                 y.backward(tensor(problem.dy, "float32"), retain_graph=keeps)
         made.append([y, x.grad, *(each.grad for each in module.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*made))
+
+
+@pytest.mark.parametrize(
+    "how, place", (*((how, "around") for how in [*HOW][1:]), ([*HOW][2], "in"))
+)
+def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place):
+    """The first call runs again in 16 bits, and the second in 8."""
+    recipe, made = RECIPES[1], []
+    for run in (at_once, HOW[how]):
+        module, problem = make(40, 72, 72, dtype="float32")
+
+        def model(x, module=module):
+            with fp8_autocast(False) if place == "around" else contextlib.nullcontext():
+                y = module(x)
+            with region(recipe if place == "in" else None):
+                return module(torch.tanh(y))
+
+        for _ in range(2):
+            x = tensor(problem.x, "float32", grad=True)
+            with region(recipe if place == "around" else None):
+                y = run(model, x)
+            y.backward(tensor(problem.dy, "float32"))
+            made.append([y.detach(), x.grad, module.weight.grad.clone()])
+    for ones, others in zip(made[:2], made[2:]):
+        assert all(torch.equal(*pair) for pair in zip(ones, others))
+
+
+OTHER_REGIONS = (False, CurrentScaling(), RECIPES[1])
+
+
+@pytest.mark.parametrize("how", [*HOW][1:])
+@pytest.mark.parametrize("around_backward", OTHER_REGIONS, ids=str)
+def test_regions_of_a_forward_in_a_backward_inside_another_region(around_backward, how):
+    """Also of a part whose region is disabled, and whose result has no gradient."""
+    made = []
+    for run in (at_once, HOW[how]):
+        module, problem = make(40, 72, 72, dtype="float32")
+        norm = LayerNorm(72)
+
+        def model(x, module=module, norm=norm):
+            y = norm(module(x), fp8_output=True).dequantize()
+            with torch.no_grad(), fp8_autocast(False):
+                target = module(y)
+            return module(torch.tanh(y) + target)
+
+        for _ in range(2):
+            x = tensor(problem.x, "float32", grad=True)
+            with region(RECIPES[1]):
+                y = run(model, x)
+            with fp8_autocast(bool(around_backward), around_backward or None):
+                y.backward(tensor(problem.dy, "float32"))
+        states = module._fp8_states.values()
+        made.append([y.detach(), x.grad, *(each.grad for each in module.parameters())])
+        made[-1] += [norm._fp8_scales.scale, *(each.amax_history for each in states)]
     assert all(torch.equal(*pair) for pair in zip(*made))
 
 

@@ -135,11 +135,15 @@ def wrapped(kind: str, layers: torch.nn.Module) -> torch.nn.Module:
         if kind.endswith("that ignores"):
             data_parallel._set_params_and_buffers_to_ignore_for_model(layers, ["0.weight"])
         return data_parallel(Checkpointed(layers) if kind.endswith("checkpoints") else layers)
-    mesh = init_device_mesh(DEVICE, (2,))
+    options: dict = {"mesh": init_device_mesh(DEVICE, (2,))}
+    if kind.endswith("kept after forward"):
+        options["reshard_after_forward"] = False
+    if kind.endswith("bfloat16"):
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     if not kind.startswith("fully_shard of all"):
         for layer in layers:
-            fully_shard(layer, mesh=mesh)
-    model = fully_shard(layers, mesh=mesh)
+            fully_shard(layer, **options)
+    model = fully_shard(layers, **options)
     for layer in (*layers, model) if kind.endswith("divisor") else ():
         layer.set_gradient_divide_factor(3.0)
         layer.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -161,6 +165,8 @@ KINDS = (
     "fully_shard of each",
     "fully_shard of each with a divisor",
     "fully_shard of each, not resharded",
+    "fully_shard of each, kept after forward",
+    "fully_shard of each in bfloat16",
 )
 
 
@@ -199,8 +205,10 @@ def delayed_weight_gradients_are_the_mean_of_all_ranks(rank: int) -> None:
         half = len(made) // 2
         for name, right, got in zip(names, made[:half], made[half:]):
             assert right.abs().max() > 0
-            said = f"{kind} {num_microbatches} {name}"
-            torch.testing.assert_close(got, right, rtol=2.0**-18, atol=2.0**-18, msg=said)
+            said, off = f"{kind} {num_microbatches} {name}", 2.0**-18
+            if kind.endswith("bfloat16"):
+                off = 2.0**-7 * right.abs().max().item()
+            torch.testing.assert_close(got, right, rtol=2.0**-18, atol=off, msg=said)
         one, other = gathered([each.tolist() for each in made])
         assert (one == other) != kind.endswith("that ignores"), kind
 

@@ -28,6 +28,7 @@ from swap_classes import (  # noqa: E402
     foreign,
     parameter,
 )
+from torch.nn.utils import parametrize, prune  # noqa: E402
 
 from cupynorm.nn import modules  # noqa: E402  (imports torch)
 
@@ -303,3 +304,20 @@ def test_a_norm_for_inference_is_swapped():
     model = torch.nn.Sequential(ForInference(64))
     cupynorm.swap_norms(model)
     assert type(model[0]) is cupynorm.RMSNorm
+
+
+@pytest.mark.parametrize("change", ("parametrized", "pruned"))
+def test_a_renamed_parameter_may_be_made_anew_in_each_forward(change):
+    """By then it is no parameter of the name that the replacement knows."""
+    swapped = torch.nn.Sequential(WithGamma(64))
+    with torch.no_grad():
+        swapped[0].gamma.copy_(random_input(64))
+    model = copy.deepcopy(swapped)
+    cupynorm.swap_norms(swapped)
+    for each in (swapped, model):
+        if change == "pruned":
+            prune.l1_unstructured(each[0], "gamma", 0.5)
+        else:
+            parametrize.register_parametrization(each[0], "gamma", torch.nn.Tanh())
+    x = random_input(9, 64, seed=1)
+    torch.testing.assert_close(swapped(x), model(x), rtol=1e-5, atol=1e-5)

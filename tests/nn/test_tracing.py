@@ -162,6 +162,39 @@ def test_export_refuses_8_bits():
                 recording(model, x)
 
 
+CONTEXTS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+ANY_ROWS = ({0: torch.export.Dim("rows", min=2, max=64)},)
+WAYS = {
+    "jit.trace": lambda model, x: torch.jit.trace(model, x, check_trace=False),
+    "export": lambda m, x: torch.export.export(m, (x,), dynamic_shapes=ANY_ROWS).module(),
+    "make_fx": lambda m, x: make_fx(m, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x),
+    "compile": lambda m, _: torch.compile(m, fullgraph=True, dynamic=True, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_recorded_models_take_any_rows_in_any_context(way, context):
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(
+        cupynorm.Linear(16, 16),
+        cupynorm.LayerNorm(16),
+        cupynorm.LayerNormLinear(16, 16, device="cpu", parameters_split=("q", "k")),
+        cupynorm.RMSNorm(16),
+    )
+    with CONTEXTS[context]():
+        recorded = WAYS[way](model, random_input(4, 16))
+    for rows in (4, 7):
+        x = random_input(rows, 16, seed=rows)
+        with CONTEXTS[context]():
+            got, expected = recorded(x), model(x)
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
 EXPLICIT = {
     "forward": lambda x: cupynorm.layer_norm_forward(x).y,
     "fused forward": lambda x: cupynorm.rms_norm_forward(x, dropout_p=0.5).y,
