@@ -229,7 +229,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_order(device, elementwise_affine=elementwise_affine, bias=bias)
+        _check_order(elementwise_affine=elementwise_affine, bias=bias, device=device)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         numerics = round_x_hat, memory_efficient, fp8_state
         self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
@@ -270,7 +270,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_order(device, elementwise_affine=elementwise_affine)
+        _check_order(elementwise_affine=elementwise_affine, device=device)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         numerics = round_x_hat, memory_efficient, fp8_state
         self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
@@ -294,11 +294,11 @@ def _without_fp8(dropout_p: float, fp8_output: bool) -> float:
     return dropout_p
 
 
-def _check_order(device: object, **flags: object) -> None:
+def _check_order(**arguments: object) -> None:
     """Refuses arguments in the order of TransformerEngine, whose third and fourth are
     sequence_parallel, by default None, and dtype."""
-    for name, value in {"device": device, **flags}.items():
-        if isinstance(value, torch.dtype) or (value is None and name != "device"):
+    for name, value in arguments.items():
+        if isinstance(value, torch.dtype) or (value is None and name == "elementwise_affine"):
             raise TypeError(
                 f"{name} is {value}; the order of the arguments is torch.nn's: normalized_shape, "
                 "eps, elementwise_affine. Give TransformerEngine's sequence_parallel and dtype by "
