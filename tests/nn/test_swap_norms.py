@@ -290,3 +290,14 @@ def test_classes_of_other_libraries_are_known_by_name(what):
     assert all(getattr(made, key) is value for key, value in parameters.items())
     assert {key: getattr(made, key) for key in modules.EXTRAS} == modules.EXTRAS | extras
     assert made(random_input(3, 4, 64)).shape == (3, 4, 64)
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    """Nothing could undo a half of it: the report would be lost."""
+    wrong = {"eps": 0.1, "_sm_margins": {"forward": -1}}
+    broken = foreign("RMSNorm", f"{TE}.rmsnorm", weight=parameter(64), **wrong)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), broken)
+    before = [*model]
+    with pytest.raises(ValueError, match="sm_margin is -1"):
+        cupynorm.swap_norms(model)
+    assert all(now is was for now, was in zip(model, before))
