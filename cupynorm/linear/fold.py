@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..gpu import arrays
 from ..nn import formulas
 from ..nn.dtypes import outside_autocast
 from ..nn.modes import stream_of
 from ..nn.products import wide_product
 from .call import LinearCall
 from .matrices import as_rows, join
+
+# Private: see nn/repeated.py. It compares the layouts of several tensors in one call.
+_TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 
 class Folded(NamedTuple):
@@ -96,43 +99,53 @@ class KeptFold:
     """
 
     def __init__(self, call: LinearCall, make: Callable[[LinearCall], Folded]) -> None:
-        self._state = _state_of(call)
-        self._parameters = [
-            None if each is None else weakref.ref(each) for each in _parameters_of(call)
-        ]
+        parameters = _parameters_of(call)
+        self._options, self._versions = _options_of(call), _versions_of(parameters)
+        self._addresses = [each.data_ptr() for each in parameters]
+        self._parameters = [weakref.ref(each) for each in parameters]
+        self._have_same_layouts = _TensorGuards(
+            *parameters, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
         self.folded = make(call)
 
     def fits(self, call: LinearCall) -> bool:
         """Whether it is the fold of a call."""
-        pairs = zip(self._parameters, _parameters_of(call), strict=True)
-        return self._state == _state_of(call) and all(
-            each is (None if kept is None else kept()) for kept, each in pairs
+        parameters = _parameters_of(call)
+        return (
+            self._options == _options_of(call)
+            and self._versions == _versions_of(parameters)
+            and self._addresses == [each.data_ptr() for each in parameters]
+            and all(map(is_, parameters, [kept() for kept in self._parameters]))
+            and self._have_same_layouts(*parameters)
         )
 
 
-def _parameters_of(call: LinearCall) -> tuple[Tensor | None, ...]:
-    return call.operands.all[2:]
+def _parameters_of(call: LinearCall) -> list[Tensor]:
+    _, _, *norm, weights, biases = call.operands
+    return [each for each in (*weights, *norm, *biases) if each is not None]
 
 
-def _state_of(call: LinearCall) -> tuple:
-    """What a fold depends on besides which tensors the parameters are."""
-    operands, options = call
-    layout_key = arrays.TorchLibrary.layout_key
+def _options_of(call: LinearCall) -> tuple:
+    """What a fold depends on besides its parameters."""
+    (_, _, norm_weight, norm_bias, weights, _), options = call
     return (
         options.fused,
         options.centered,
         options.zero_centered_weight,
         options.dtype,
-        len(operands.weights),
-        stream_of(operands.weights[0]),
-        *(
-            # An inference tensor has no version.
-            None
-            if each is None
-            else (layout_key(each), each.data_ptr(), each.is_inference() or each._version)
-            for each in _parameters_of(call)
-        ),
+        norm_weight is None,
+        norm_bias is None,
+        len(weights),
+        stream_of(weights[0]),
     )
+
+
+def _versions_of(parameters: list[Tensor]) -> list[int] | None:
+    """None where one is an inference tensor, which has no version."""
+    try:
+        return [each._version for each in parameters]
+    except RuntimeError:
+        return None
 
 
 _cache = WeakIdKeyDictionary()  # first weight -> KeptFold
@@ -149,14 +162,13 @@ def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_ca
     for inference tensors, which have no version.
     """
     first = call.operands.weights[0]
-    _, is_captured = stream_of(first) or (None, False)
-    if is_captured or any(
-        each is not None and each.is_inference() for each in _parameters_of(call)
-    ):
-        return make(call)
     kept = _cache.get(first)
-    if kept is None or not kept.fits(call):
-        _cache[first] = kept = KeptFold(call, make)
+    if kept is not None and kept.fits(call):
+        return kept.folded
+    _, is_captured = stream_of(first) or (None, False)
+    if is_captured or _versions_of(_parameters_of(call)) is None:
+        return make(call)
+    _cache[first] = kept = KeptFold(call, make)
     return kept.folded
 
 

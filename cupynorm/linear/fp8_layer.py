@@ -139,6 +139,8 @@ class Fp8Layer(GradientLayer):
                 "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
         check_call(LinearCall(operands, call.options))
+        if isinstance(operands.weights[0], QuantizedWeight):
+            operands.weights[0].check_recipe(call.region.recipe)
         recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all)
         if recorded and fp8_output:
             raise ValueError(
@@ -222,7 +224,7 @@ class Fp8Layer(GradientLayer):
         is_first, recorded = call.is_first_microbatch, call.recorded
         weight = operands.weights[0]
         if isinstance(weight, QuantizedWeight):
-            return weight.for_products(quantizers.recipe, transpose=recorded)
+            return weight.for_products(transpose=recorded)
         stream = None if is_first is None else modes.stream_of(weight)
         recipe, cached_on, cached = self._fp8_weight or (None, None, None)
         if is_first is False and recipe == quantizers.recipe and cached_on == stream:

@@ -103,16 +103,16 @@ class QuantizedWeight(Tensor):
             return values
         return QuantizedWeight.of(values, self.recipe)
 
-    def for_products(self, recipe: Recipe, *, transpose: bool) -> QuantizedTensor:
-        """What a region of a recipe multiplies, without quantising.
-
-        Raises ValueError where the recipe has other scales than the weight.
-        """
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raises ValueError where a region's recipe has other scales than the weight."""
         if _scales_of(recipe) != _scales_of(self.recipe):
             raise ValueError(
                 f"the weight was made in 8 bits with {_scales_of(self.recipe)}, and the recipe of "
                 f"fp8_autocast has {_scales_of(recipe)}; expected the same in fp8_model_init"
             )
+
+    def for_products(self, *, transpose: bool) -> QuantizedTensor:
+        """What a region multiplies, without quantising. Its recipe was checked."""
         kept = self.quantized
         if not transpose or kept.transposed is not None:
             return kept

@@ -145,9 +145,10 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
             if kind or _looks_like_a_norm(module) or _is_named_as_a_norm(module):
                 report.left.append(Swap(path, _name(module), "", remark))
         else:
-            setattr(parent, name, replacement)
             report._places.append((parent, name, module, replacement))
             report.swapped.append(Swap(path, _name(module), _name(replacement), remark))
+    for parent, name, _, replacement in report._places:  # last: an error leaves the model as it was
+        setattr(parent, name, replacement)
     return report
 
 

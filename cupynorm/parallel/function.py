@@ -27,7 +27,7 @@ def project(
     sink: takes the gradients of weights and biases.
     Raises NotImplementedError for what torch would transform or trace.
     """
-    _check_plain(operands)
+    check_plain(operands)
     if torch.is_grad_enabled() and modes.wants_gradient(*operands.all):
         fold.forget(operands.weights[0])  # an optimizer may step without telling torch
         return Sharded.apply(products, sink, len(operands.weights), *operands.all)
@@ -47,7 +47,8 @@ def _with_cached_fold(products: Products, operands: Operands) -> Products:
     return FloatProducts(options, products.sharding, fold.cached_fold(call, make))
 
 
-def _check_plain(operands: Operands) -> None:
+def check_plain(operands: Operands) -> None:
+    """Raises NotImplementedError for what torch would transform, and for DTensors."""
     if modes.is_transformed():
         raise NotImplementedError(
             "torch.func or forward mode was asked to transform a layer with tp_size of 2 or more; "

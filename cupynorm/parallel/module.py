@@ -30,7 +30,7 @@ from ..nn.dtypes import product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
 from . import traced
-from .function import project
+from .function import check_plain, project
 from .overlap import Overlaps, SymmetricSum, overlaps
 from .products import FloatProducts, QuantizedProducts
 from .ranks import Ranks, group_size
@@ -225,6 +225,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
         if not self._is_shared:
             return super()._project_in_fp8(call, operands, fp8_output)
         call = self._checked(call, operands, fp8_output)
+        check_plain(operands)
         self._check_amaxes(call)
         has_sink = call.recorded and self._has_sink()
         sink = self._make_sink(call.is_first_microbatch) if has_sink else None

@@ -7,7 +7,14 @@ import pytest
 torch = pytest.importorskip("torch")
 from linear_cases import CPU  # noqa: E402
 
-from cupynorm import DelayedScaling, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
+from cupynorm import (  # noqa: E402
+    BlockScaling,
+    DelayedScaling,
+    LayerNormLinear,
+    Linear,
+    fp8_autocast,
+    fp8_model_init,
+)
 from cupynorm.nn import autocast  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -58,6 +65,17 @@ def test_a_call_without_main_grad_makes_no_scales(kind):
     layer = make(kind, fuse_wgrad_accumulation=True)
     with fp8_autocast(recipe=RECIPE):
         with pytest.raises(RuntimeError, match="weight has no main_grad"):
+            layer(torch.ones(4, 16))
+        assert not autocast.active().used
+    assert not layer._fp8_states and layer._past_calls.is_empty
+
+
+@BOTH
+def test_a_recipe_that_the_weight_does_not_fit_makes_no_scales(kind):
+    with fp8_model_init(recipe=BlockScaling()):
+        layer = make(kind)
+    with fp8_autocast(recipe=RECIPE):
+        with pytest.raises(ValueError, match="the weight was made in 8 bits with the scales of"):
             layer(torch.ones(4, 16))
         assert not autocast.active().used
     assert not layer._fp8_states and layer._past_calls.is_empty

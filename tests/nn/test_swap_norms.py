@@ -321,3 +321,14 @@ def test_a_renamed_parameter_may_be_made_anew_in_each_forward(change):
             parametrize.register_parametrization(each[0], "gamma", torch.nn.Tanh())
     x = random_input(9, 64, seed=1)
     torch.testing.assert_close(swapped(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    """Nothing could undo a half of it: the report would be lost."""
+    wrong = {"eps": 0.1, "_sm_margins": {"forward": -1}}
+    broken = foreign("RMSNorm", f"{TE}.rmsnorm", weight=parameter(64), **wrong)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), broken)
+    before = [*model]
+    with pytest.raises(ValueError, match="sm_margin is -1"):
+        cupynorm.swap_norms(model)
+    assert all(now is was for now, was in zip(model, before))

@@ -55,6 +55,15 @@ def test_calibration_of_rows_that_ranks_share(monkeypatch):
     assert layer.state_dict()["_extra_state"].numel() == 0
 
 
+def test_a_transformed_call_makes_no_scales(monkeypatch):
+    monkeypatch.setattr(Ranks, "agree", lambda *given: None)
+    layer = make("column")
+    with fp8_autocast():
+        with pytest.raises(NotImplementedError, match="was asked to transform a layer"):
+            torch.func.vmap(layer)(torch.ones(2, 4, 24))
+    assert layer.state_dict()["_extra_state"].numel() == 0
+
+
 def test_a_state_dict_without_a_group():
     layer = LayerNormLinear(24, 16, parallel_mode="row", tp_size=2, device="cpu")
     with pytest.raises(RuntimeError, match="layer '0' has no tp_group; expected set_tensor_par"):
