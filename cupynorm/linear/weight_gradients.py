@@ -197,6 +197,11 @@ def _placeholder(weight: Tensor | None) -> Tensor | None:
     return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
 
 
+def _widens(to: Tensor, a: Tensor) -> bool:
+    """Whether torch adds a product of a in 16 bits to a float32 tensor."""
+    return to.is_cuda and to.dtype == torch.float32 and a.element_size() == 2 and HAS_WIDE_PRODUCTS
+
+
 def _add_product(to: Tensor, a: Tensor, b: Tensor | None, *, accumulate: bool) -> None:
     """to += a b, or to = a b, in to's dtype. b None: a is the product.
 
@@ -206,7 +211,7 @@ def _add_product(to: Tensor, a: Tensor, b: Tensor | None, *, accumulate: bool) -
         to.add_(a) if accumulate else to.copy_(a)
     elif to.dtype == a.dtype:
         torch.addmm(to, a, b, beta=int(accumulate), out=to)
-    elif to.is_cuda and to.dtype == torch.float32 and HAS_WIDE_PRODUCTS:
+    elif _widens(to, a):
         torch.addmm(to, a, b, out_dtype=to.dtype, beta=int(accumulate), out=to)
     elif accumulate:
         to.add_(wide_product(a, b))

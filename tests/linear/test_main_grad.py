@@ -39,7 +39,7 @@ def step(module, problem, first=None, dtype="float32", device="cpu"):
 
 
 @pytest.mark.parametrize("main_dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32", "float64"))
 @pytest.mark.parametrize("split", (None, SPLIT))
 @pytest.mark.parametrize("device", DEVICES)
 def test_weight_gradients_are_added_to_main_grad(device, split, dtype, main_dtype):
