@@ -16,7 +16,6 @@ from .abilities import can_bundle, can_ring, can_share_grid, is_only_quantized, 
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
-    FEWEST_GRID_STAGES,
     blocks_that_fit,
     fits_smem,
     grid_block,
@@ -68,7 +67,8 @@ _BUNDLE_ELEMENTS = {
 _GRID_SLICE_KIB = {"forward": {2: 48, 4: 48}, "backward": {2: 32, 4: 64}}
 # Threads of a block, and the most packs of a row that each takes, because its code for one pack
 # follows that for another. The most stages, and the fewest blocks.
-_GRID_THREADS, _MOST_GRID_STAGES, _FEWEST_GRID_BLOCKS = {384: 16, 640: 36}, 32, 16
+_GRID_THREADS, _MOST_GRID_STAGES, _FEWEST_GRID_BLOCKS = {384: 32, 640: 36}, 32, 16
+_MOST_GRID_COLS = 2**30  # columns are ints
 
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
 # many cache lines twice.
@@ -173,10 +173,11 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
         block = grid_block(problem, tile)
         stages = min(block.most_stages, _MOST_GRID_STAGES)
         tile = replace(tile, packs_per_thread=block.packs, exact=int(block.exact), stages=stages)
-        fits = stages >= FEWEST_GRID_STAGES and block.packs <= most_packs
-        if fits and fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
+        if not fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
+            return None
+        if stages and block.packs <= most_packs:
             return tile
-    return None
+    return replace(tile, stages=0) if problem.num_cols <= _MOST_GRID_COLS else None
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:
