@@ -27,9 +27,7 @@ struct BackwardGrid {
   using StreamX = GridStream<X, tile, Exchange::smem_bytes>;
   using StreamDy = GridStream<Dy, tile, StreamX::last_byte>;
   static constexpr int place_bytes = StreamX::place_bytes + StreamDy::place_bytes;
-  static constexpr int packs_in_flight = 4;
-  static constexpr int used_bytes =
-      Exchange::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
+  static constexpr int used_bytes = Exchange::smem_bytes + Shape::bytes_of_places(place_bytes);
   static_assert(used_bytes <= Shape::smem_bytes);
   static constexpr int left_registers =
       Shape::spare_registers - Shape::num_packs * Sums::num_registers - (tile.exact ? 8 : 24);
@@ -60,14 +58,14 @@ struct BackwardGrid {
   __device__ __forceinline__ Loaded load(int place) const {
     return {x.load(place), dy.load(place)};
   }
-  __device__ __forceinline__ Loaded load(long long turn, int col) const {
-    return {call.load_x.template load<pack_size>(Shape::row(turn), col),
-            call.load_dy.template load<pack_size>(Shape::row(turn), col)};
+  __device__ __forceinline__ void copy(long long turn, int pack, int place) {
+    begin_copies(turn);
+    copy(pack, place);
   }
   __device__ __forceinline__ void fetch_to_sum(int pack) { parameters.fetch(pack, 1); }
   __device__ __forceinline__ void fetch_to_write(int pack) { parameters.fetch(pack, 0); }
   __device__ __forceinline__ Kept to_sum(int pack) { return parameters.of(pack, 1); }
-  __device__ __forceinline__ Kept to_sum_at(int col) const { return parameters.load_at(col); }
+  __device__ __forceinline__ Kept to_sum_any(int pack) const { return parameters.of_any(pack); }
   __device__ __forceinline__ Kept to_write(int pack) { return parameters.of(pack, 0); }
 
   // f(x_hat, dy, wdy, at) for each element of a pack.

@@ -78,6 +78,6 @@ struct GridExchange {
       for (int at = 0; at < Value::size; ++at)
         parts[0].part[at] = values[(slot * Value::size + at) * num_warps + lane];
     }
-    return total_of(parts);
+    return total_of<power_of_two_from(num_warps)>(parts);
   }
 };

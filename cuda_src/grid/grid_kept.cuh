@@ -50,12 +50,13 @@ struct GridKept {
     if (pack < in_registers + in_smem) return smem[(pack - in_registers) * Shape::num_workers];
     return fetched[use][pack % Shape::packs_at_once];
   }
-  __device__ __forceinline__ Kept load_at(int col) const {
-    return source.template keep<tile.pack_size>(col);
+  // Of any pack, if none is in registers.
+  __device__ __forceinline__ Kept of_any(int pack) const {
+    return pack < in_smem ? smem[pack * Shape::num_workers] : load(pack);
   }
 
  private:
   __device__ __forceinline__ Kept load(int pack) const {
-    return load_at(cols.first_col + Shape::col(pack));
+    return source.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
   }
 };

@@ -17,6 +17,7 @@ struct GridShape {
   static constexpr int step = num_workers * tile.pack_size;
   static constexpr int num_packs = tile.packs_per_thread;  // of a row that a worker has
   static constexpr int num_slots = tile.stages;
+  static constexpr int ring_bytes = 96 * 1024;  // without slots
 
   // Packs that a worker takes in one step; a slot has those of one step. Few warps need more.
   static constexpr int packs_at_once = num_warps <= 8 ? 2 : 1;
@@ -26,6 +27,10 @@ struct GridShape {
   // between the blocks first. The packs of the next in_flight steps are on their way to shared
   // memory. So there are lag + 1 + in_flight slots.
   static constexpr bool keeps_rows = tile.stages > 0;
+  static constexpr int bytes_of_places(int place_bytes) {
+    return keeps_rows ? num_slots * packs_at_once * place_bytes
+                      : ring_bytes / place_bytes * place_bytes;
+  }
   static constexpr int most_lag = 6 * num_steps;  // six turns
   static constexpr int clamp(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;

@@ -1,10 +1,11 @@
 // grid_twice.cuh -- path `grid` without slots: each row is read twice
 //
 // A block first sums its slices of 32 rows. Meanwhile the sums travel between the blocks. Then it
-// reads the slices again, a pack of columns of all these rows after the other. So the parameters
-// and the sums of only one pack are in registers.
+// reads the slices again, a pack of columns of all these rows after the other. So the sums of
+// dweight and dbias of only one pack are in registers.
 #pragma once
 #include "grid_exchange.cuh"
+#include "memory.cuh"
 
 // The row that a lane has, to all lanes. Row: of floats.
 template <class Row>
@@ -17,32 +18,68 @@ __device__ __forceinline__ Row row_of_lane(const Row& row, int lane) {
   return found;
 }
 
-// Work: see grid_turns.cuh.
+// Packs travel through a ring of places in shared memory. Work: see grid_turns.cuh.
 template <class Work>
 struct GridTwice {
   using Shape = typename Work::Shape;
-  using Loaded = typename Work::Loaded;
   using Row = typename Work::Row;
-  static constexpr int at_once = Work::packs_in_flight;
+  static constexpr int rows_at_once = 32, num_packs = Shape::num_packs;
+  static constexpr int ahead = Shape::ring_bytes / Work::place_bytes - 1;  // packs in flight
+  static constexpr int end = (ahead + 1) * Work::place_bytes;
 
   const typename Work::Exchange& exchange;
   Work& work;
   long long num_turns;
+  int place = 0, free_place = 0;
 
   __device__ __forceinline__ void run() {
-    if (work.cols.size() == 0) return take_empty_turns();
-    for (long long first = 0; first < num_turns; first += 32) {
-      const int count = static_cast<int>(min(num_turns - first, 32LL));
+    work.parameters.load_all();
+    for (long long first = 0; first < num_turns; first += rows_at_once) {
+      const int count = static_cast<int>(min(num_turns - first, 0LL + rows_at_once));
       const Row rows = sum_rows(first, count);
-      write_rows(first, count, rows);
+      if (work.cols.size() > 0) write_rows(first, count, rows);
     }
   }
 
  private:
-  // Columns of a pack; of the last one of the slice, if the pack lies beyond it.
-  __device__ __forceinline__ int col_of(int pack) const {
-    return work.cols.first_col + min(Shape::col(pack), work.cols.size() - Work::pack_size);
+  __device__ __forceinline__ static void advance(int& place) {
+    place = place + Work::place_bytes == end ? 0 : place + Work::place_bytes;
   }
+  __device__ __forceinline__ bool present(int pack) const {
+    return Shape::col(pack) < work.cols.size();
+  }
+  // Calls use(outer, inner) for all pairs of two numbers, when the copy of pack_of(outer, inner),
+  // a turn and a pack, has arrived in `place`.
+  template <class PackOf, class Use>
+  __device__ __forceinline__ void for_each(int num_outer, int num_inner, PackOf pack_of, Use use) {
+    int outer_ahead = 0, inner_ahead = 0;
+    const auto copy = [&] {
+      if (outer_ahead < num_outer) {
+        const auto [turn, pack] = pack_of(outer_ahead, inner_ahead);
+        if (present(pack)) work.copy(turn, pack, free_place);
+        inner_ahead = inner_ahead + 1 == num_inner ? 0 : inner_ahead + 1;
+        outer_ahead += inner_ahead == 0;
+      }
+      async_commit();
+      advance(free_place);
+    };
+    for (int at = 0; at < ahead; ++at) copy();
+    for (int outer = 0; outer < num_outer; ++outer) {
+#pragma unroll 1
+      for (int inner = 0; inner < num_inner; ++inner) {
+        copy();
+        async_wait<ahead>();
+        use(outer, inner);
+        advance(place);
+      }
+    }
+    async_wait<0>();
+    free_place = place = 0;
+  }
+  struct TurnAndPack {
+    long long turn;
+    int pack;
+  };
   // Lane k gets row first + k.
   __device__ __forceinline__ Row sum_rows(long long first, int count) {
     Row rows{};
@@ -51,57 +88,32 @@ struct GridTwice {
       work.finish_row(first + at, row, exchange.total(first + at));
       if (threadIdx.x % 32 == at) rows = row;
     };
-    for (int at = 0; at < count; ++at) {
-      work.begin_sums(first + at);
-#pragma unroll 1
-      for (int pack = 0; pack < Shape::num_packs; pack += at_once) {
-        Loaded loaded[at_once];
-        decltype(work.to_sum_at(0)) kept[at_once];
-#pragma unroll
-        for (int each = 0; each < at_once; ++each) {
-          loaded[each] = work.load(first + at, col_of(pack + each));
-          kept[each] = work.to_sum_at(col_of(pack + each));
-        }
-#pragma unroll
-        for (int each = 0; each < at_once; ++each)
-          if (Shape::col(pack + each) < work.cols.size())
-            work.sum(pack + each, loaded[each], kept[each]);
-      }
-      if (at >= Shape::turns_behind) receive(at - Shape::turns_behind);
-      exchange.put(first + at, work.value());
-    }
+    for_each(
+        count, num_packs, [&](int at, int pack) { return TurnAndPack{first + at, pack}; },
+        [&](int at, int pack) {
+          if (pack == 0) work.begin_sums(first + at);
+          if (present(pack)) work.sum(pack, work.load(place), work.to_sum_any(pack));
+          if (pack + 1 < num_packs) return;
+          if (at >= Shape::turns_behind) receive(at - Shape::turns_behind);
+          exchange.put(first + at, work.value());
+        });
     for (int at = max(0, count - Shape::turns_behind); at < count; ++at) receive(at);
     return rows;
   }
   // The last rows first: they may still be in the L2 cache.
   __device__ __forceinline__ void write_rows(long long first, int count, const Row& rows) {
-#pragma unroll 1
-    for (int pack = 0; pack < Shape::num_packs; ++pack) {
-      const bool present = Shape::col(pack) < work.cols.size();
-      const auto kept = work.parameters.load_at(col_of(pack));
-      typename Work::Sums sums;
-#pragma unroll 1
-      for (int at = count - 1; at >= 0; at -= 4) {
-        Loaded loaded[4];
-#pragma unroll
-        for (int each = 0; each < 4; ++each)
-          loaded[each] = work.load(first + max(at - each, 0), col_of(pack));
-#pragma unroll
-        for (int each = 0; each < 4; ++each) {
-          const Row row = row_of_lane(rows, max(at - each, 0));
-          if (present && at >= each)
-            work.write(first + at - each, row, pack, loaded[each], kept, sums);
-        }
-      }
-      if (present) work.write_sums(pack, sums, first > 0);
-    }
-  }
-  // A block without columns takes part in the exchange.
-  __device__ __forceinline__ void take_empty_turns() {
-    for (long long turn = 0; turn < num_turns; ++turn) {
-      work.begin_sums(turn);
-      if (turn >= Shape::turns_behind) exchange.total(turn - Shape::turns_behind);
-      exchange.put(turn, work.value());
-    }
+    typename Work::Kept kept;
+    typename Work::Sums sums;
+    for_each(
+        num_packs, count,
+        [&](int pack, int at) { return TurnAndPack{first + count - 1 - at, pack}; },
+        [&](int pack, int at) {
+          if (at == 0) sums = {};
+          if (at == 0 && present(pack)) kept = work.parameters.of_any(pack);
+          const Row row = row_of_lane(rows, count - 1 - at);
+          if (!present(pack)) return;
+          work.write(first + count - 1 - at, row, pack, work.load(place), kept, sums);
+          if (at + 1 == count) work.write_sums(pack, sums, first > 0);
+        });
   }
 };

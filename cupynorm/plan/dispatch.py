@@ -85,8 +85,9 @@ def choose(
     if not (problem.forward or writes_sums):
         has_partials = keeps_sums(problem, chosen)
         dx_sum = problem.dx_sum if sums_dx(problem, chosen) else None
+        groups = device.num_sms // chosen.cluster_size if chosen.path == "grid" else 16
         parameters_tile, parameters_kernel = parameters_instance(
-            problem, has_partials, dx_sum, is_few=chosen.path == "grid"
+            problem, has_partials, dx_sum, most_rows=groups
         )
     return Choice(
         name,

@@ -208,22 +208,24 @@ def row_arguments(problem: Problem) -> str:
 
 
 def parameters_instance(
-    problem: Problem, has_partials: bool, dx_sum: str | None = None, *, is_few: bool = False
+    problem: Problem, has_partials: bool, dx_sum: str | None = None, *, most_rows: int = 16
 ) -> tuple[Tile | None, Kernel | None]:
     """The kernel that sums dweight and dbias, from partial rows or from x and dy. dx_sum: its
-    dtype, where that is summed too. is_few: whether there are few partial rows."""
+    dtype, where that is summed too. most_rows: partial rows at most, or more than 16."""
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
     # Partial rows are few, so units of one cache line spread the columns over more multiprocessors.
-    lanes = 32 if not has_partials or problem.num_cols >= 16384 else 8
+    is_wide = problem.num_cols >= 16384 or most_rows < 16
+    lanes = 32 if not has_partials or is_wide else 8
     # Four float64 divisions at a time, with y, or functors need more than the 64 registers of two
     # blocks.
     is_tight = problem.y or problem.load or problem.store
     blocks_per_sm = 1 if is_tight and not has_partials else 2
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=blocks_per_sm)
-    if is_few:
-        tile = replace(tile, rows_per_block=4, blocks_per_sm=8)
+    if most_rows < 16:
+        rows_per_block = 1 << (most_rows - 1).bit_length()
+        tile = replace(tile, rows_per_block=rows_per_block, blocks_per_sm=32 // rows_per_block)
     compute = cpp_name(problem.compute)
     if not has_partials:
         loads = f"{load_x_name(problem)}, {load_dy_name(problem)}"

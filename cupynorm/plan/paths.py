@@ -62,9 +62,9 @@ _BUNDLE_ELEMENTS = {
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
 
-# Path "grid": how many blocks share a row: the fewest with slices of at most so many KiB, by
-# direction and itemsize. Otherwise all.
-_GRID_SLICE_KIB = {"forward": {2: 48, 4: 48}, "backward": {2: 32, 4: 64}}
+# Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes of all
+# tensors. Otherwise all.
+_GRID_SLICE_BYTES = 64 * 1024
 # Threads of a block, and the most packs of a row that each takes, because its code for one pack
 # follows that for another. The most stages, and the fewest blocks.
 _GRID_THREADS, _MOST_GRID_STAGES, _FEWEST_GRID_BLOCKS = {384: 32, 640: 36}, 32, 16
@@ -164,9 +164,8 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     row_bytes = problem.num_cols * sum(streamed(problem))
     most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    limit = 1024 * _GRID_SLICE_KIB[problem.direction][problem.itemsize]
     blocks = _FEWEST_GRID_BLOCKS
-    while blocks < most and row_bytes > blocks * limit:
+    while blocks < most and row_bytes > blocks * _GRID_SLICE_BYTES:
         blocks *= 2
     for threads, most_packs in _GRID_THREADS.items():
         tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")

@@ -121,7 +121,7 @@ def grid_block(problem: Problem, tile: Tile) -> GridBlock:
     parameters = packs - min(packs, max(spare - sums, 0) * 4 // max(pack_bytes, 1))
     room = _GRID_BYTES - exchange_bytes
     beside = (room - parameters * pack_bytes * workers) // stage_bytes
-    stages = max(beside, min(room // stage_bytes, steps + max(ceil_div(steps, 2), 3)))
+    stages = max(beside, min(room // stage_bytes, steps + max(ceil_div(5 * steps, 8), 3)))
     fewest = max(steps + 2, _FEWEST_GRID_STAGES)
     stages = stages if stages >= fewest and sums_fit else 0
     return GridBlock(packs, cols, exact, exchange_bytes, stage_bytes, fewest, stages)
