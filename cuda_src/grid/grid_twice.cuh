@@ -34,6 +34,10 @@ struct GridTwice {
 
   __device__ __forceinline__ void run() {
     work.parameters.load_all();
+    if (num_turns == 0) {  // there are more groups than rows
+      for (int pack = 0; pack < num_packs; ++pack)
+        if (present(pack)) work.write_sums(pack, typename Work::Sums{}, false);
+    }
     for (long long first = 0; first < num_turns; first += rows_at_once) {
       const int count = static_cast<int>(min(num_turns - first, 0LL + rows_at_once));
       const Row rows = sum_rows(first, count);
@@ -48,15 +52,17 @@ struct GridTwice {
   __device__ __forceinline__ bool present(int pack) const {
     return Shape::col(pack) < work.cols.size();
   }
-  // Calls use(outer, inner) for all pairs of two numbers, when the copy of pack_of(outer, inner),
-  // a turn and a pack, has arrived in `place`.
-  template <class PackOf, class Use>
-  __device__ __forceinline__ void for_each(int num_outer, int num_inner, PackOf pack_of, Use use) {
+  __device__ __forceinline__ void copy_pack(long long turn, int pack) {
+    if (present(pack)) work.copy(turn, pack, free_place);
+  }
+  // Calls use(outer, inner) for all pairs of two numbers, when what begin(outer, inner) copies has
+  // arrived in `place`.
+  template <class Begin, class Use>
+  __device__ __forceinline__ void for_each(int num_outer, int num_inner, Begin begin, Use use) {
     int outer_ahead = 0, inner_ahead = 0;
     const auto copy = [&] {
       if (outer_ahead < num_outer) {
-        const auto [turn, pack] = pack_of(outer_ahead, inner_ahead);
-        if (present(pack)) work.copy(turn, pack, free_place);
+        begin(outer_ahead, inner_ahead);
         inner_ahead = inner_ahead + 1 == num_inner ? 0 : inner_ahead + 1;
         outer_ahead += inner_ahead == 0;
       }
@@ -76,10 +82,6 @@ struct GridTwice {
     async_wait<0>();
     free_place = place = 0;
   }
-  struct TurnAndPack {
-    long long turn;
-    int pack;
-  };
   // Lane k gets row first + k.
   __device__ __forceinline__ Row sum_rows(long long first, int count) {
     Row rows{};
@@ -89,7 +91,7 @@ struct GridTwice {
       if (threadIdx.x % 32 == at) rows = row;
     };
     for_each(
-        count, num_packs, [&](int at, int pack) { return TurnAndPack{first + at, pack}; },
+        count, num_packs, [&](int at, int pack) { copy_pack(first + at, pack); },
         [&](int at, int pack) {
           if (pack == 0) work.begin_sums(first + at);
           if (present(pack)) work.sum(pack, work.load(place), work.to_sum_any(pack));
@@ -100,19 +102,17 @@ struct GridTwice {
     for (int at = max(0, count - Shape::turns_behind); at < count; ++at) receive(at);
     return rows;
   }
-  // The last rows first: they may still be in the L2 cache.
   __device__ __forceinline__ void write_rows(long long first, int count, const Row& rows) {
     typename Work::Kept kept;
     typename Work::Sums sums;
     for_each(
-        num_packs, count,
-        [&](int pack, int at) { return TurnAndPack{first + count - 1 - at, pack}; },
+        num_packs, count, [&](int pack, int at) { copy_pack(first + at, pack); },
         [&](int pack, int at) {
           if (at == 0) sums = {};
           if (at == 0 && present(pack)) kept = work.parameters.of_any(pack);
-          const Row row = row_of_lane(rows, count - 1 - at);
+          const Row row = row_of_lane(rows, at);
           if (!present(pack)) return;
-          work.write(first + count - 1 - at, row, pack, work.load(place), kept, sums);
+          work.write(first + at, row, pack, work.load(place), kept, sums);
           if (at + 1 == count) work.write_sums(pack, sums, first > 0);
         });
   }

@@ -75,7 +75,9 @@ def both_ways(monkeypatch, tile_of_backward):
             {"x": "float32", "num_cols": 67, "num_rows": 9},
             replace(TILE, pack_size=1, packs_per_thread=2, stages=0, cluster_size=8),
         ),
-        ({}, replace(TILE, cluster_size=3, packs_per_thread=4, stages=0)),
+        # More groups than rows.
+        ({"num_rows": 1}, replace(TILE, cluster_size=3, packs_per_thread=4)),
+        ({"num_rows": 1}, replace(TILE, cluster_size=3, packs_per_thread=4, stages=0)),
         ({"name": "rms_norm", "x": "float16", "num_rows": 1}, TILE),
         # Two groups of three blocks, and rows that fill all packs of all threads.
         ({}, replace(TILE, cluster_size=3, packs_per_thread=4)),
