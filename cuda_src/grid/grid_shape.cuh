@@ -44,7 +44,6 @@ struct GridShape {
   static constexpr int in_flight = tile.stages - 1 - lag;
   static constexpr int turns_behind =
       keeps_rows ? (lag + num_steps - 1) / num_steps : num_exchangers;
-  static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;
   static_assert(!keeps_rows || (in_flight > 0 && num_packs % packs_at_once == 0));
 
   // Registers of a thread. Four warps that exchange give some of theirs to those that work.

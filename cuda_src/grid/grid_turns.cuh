@@ -35,17 +35,11 @@ struct GridTurns {
 
   __device__ __forceinline__ void run() {
     for (int step = 0; step < Shape::in_flight; ++step) {
-      copy_if<false>({step / num_steps, step % num_steps}, free_place);
+      copy({step / num_steps, step % num_steps}, free_place);
       end_copies();
     }
     work.parameters.load_all();  // while these copies are on their way
-    for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) {
-      if (turn >= Shape::turns_behind && turn + Shape::turns_ahead < num_turns) {
-        take_turn<true>(turn);
-      } else {
-        take_turn<false>(turn);
-      }
-    }
+    for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) take_turn(turn);
 #pragma unroll
     for (int pack = 0; pack < Shape::num_packs; ++pack)
       if (Shape::in_slice(pack, work.cols)) work.write_sums(pack, work.sums_of(pack), false);
@@ -74,9 +68,8 @@ struct GridTurns {
     return turn >= 0 && turn < num_turns;
   }
   // Copies the packs of a step, if its row exists.
-  template <bool all>
-  __device__ __forceinline__ void copy_if(Step of, int place) {
-    if (!all && !exists(of.turn)) return;
+  __device__ __forceinline__ void copy(Step of, int place) {
+    if (!exists(of.turn)) return;
     if (of.step == 0) work.begin_copies(of.turn);
     for_each_pack(of.step, place, [&](int pack, int place) { work.copy(pack, place); });
   }
@@ -84,21 +77,20 @@ struct GridTurns {
     async_commit();
     advance(free_place);
   }
-  // all: whether all rows that are copied, written and summed in this turn exist.
-  template <bool all>
+  // The rows that are copied, written and summed in a turn need not exist.
   __device__ __forceinline__ void take_turn(long long turn) {
     constexpr int in_flight = Shape::in_flight, lag = Shape::lag;
-    if (all || exists(turn)) work.begin_sums(turn);
+    if (exists(turn)) work.begin_sums(turn);
 #pragma unroll
     for (int step = 0; step < num_steps; ++step) {
       const Step now{turn, step};
-      copy_if<all>(now.later(in_flight), free_place);
+      copy(now.later(in_flight), free_place);
       end_copies();
       const Step written = now.later(-lag);
       for_each_pack(step, 0, [&](int pack, int) { work.fetch_to_sum(pack); });
       for_each_pack(written.step, 0, [&](int pack, int) { work.fetch_to_write(pack); });
       async_wait<in_flight>();
-      if (all || exists(written.turn)) {
+      if (exists(written.turn)) {
         if (written.step == 0) {
           written_row = work.begin_row(written.turn);  // while the total may be on its way
           work.finish_row(written.turn, written_row, exchange.total(written.turn));
@@ -108,13 +100,13 @@ struct GridTurns {
           work.write(written.turn, written_row, pack, loaded, work.to_write(pack), sums);
         });
       }
-      if (all || exists(turn)) {
+      if (exists(turn)) {
         for_each_loaded(step, summed_place, [&](int pack, const Loaded& loaded) {
           work.sum(pack, loaded, work.to_sum(pack));
         });
         advance(summed_place);
       }
     }
-    if (all || exists(turn)) exchange.put(turn, work.value());
+    if (exists(turn)) exchange.put(turn, work.value());
   }
 };
