@@ -2,8 +2,8 @@
 //
 // A worker takes a row's packs in num_steps steps. In step s, counted over all rows, it
 //   copies  the packs of step s + in_flight to shared memory
-//   writes  the results of step s - lag, because the sums of that row have arrived
 //   sums    the packs of step s
+//   writes  the results of step s - lag, because the sums of that row have arrived
 // So copies are always in flight, and workers do not wait while sums travel. A thread reads only
 // what it has copied itself, so no barrier is needed.
 #pragma once
@@ -90,6 +90,13 @@ struct GridTurns {
       for_each_pack(step, 0, [&](int pack, int) { work.fetch_to_sum(pack); });
       for_each_pack(written.step, 0, [&](int pack, int) { work.fetch_to_write(pack); });
       async_wait<in_flight>();
+      if (exists(turn)) {
+        for_each_loaded(step, summed_place, [&](int pack, const Loaded& loaded) {
+          work.sum(pack, loaded, work.to_sum(pack));
+        });
+        advance(summed_place);
+        if (step + 1 == num_steps) exchange.put(turn, work.value());
+      }
       if (exists(written.turn)) {
         if (written.step == 0) {
           written_row = work.begin_row(written.turn);  // while the total may be on its way
@@ -100,13 +107,6 @@ struct GridTurns {
           work.write(written.turn, written_row, pack, loaded, work.to_write(pack), sums);
         });
       }
-      if (exists(turn)) {
-        for_each_loaded(step, summed_place, [&](int pack, const Loaded& loaded) {
-          work.sum(pack, loaded, work.to_sum(pack));
-        });
-        advance(summed_place);
-      }
     }
-    if (exists(turn)) exchange.put(turn, work.value());
   }
 };
