@@ -15,10 +15,10 @@
 #include "register_gradient.cuh"
 
 template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
-          bool centered, Tile tile>
+          bool centered, Tile tile, class Sums = typename LoadX::Compute>
 __global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
     __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-        backward_cluster(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> call) {
+        backward_cluster(const Backward<LoadX, LoadDy, LoadWeight, StoreDx, Sums> call) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::ring) {
     backward_ring<gradients, centered, tile>(call, dynamic_smem());
@@ -36,7 +36,7 @@ __global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
       gradient.add_row(row, row + step, reduce);
     gradient.write_partials(cluster, nullptr);
   } else if constexpr (tile.path == Path::grid) {
-    backward_grid<gradients, centered, tile>(call);
+    grid_rows<BackwardGrid<gradients, centered, tile, decltype(call)>>(call);
   } else {
     backward_smem<gradients, centered, tile>(call);
   }

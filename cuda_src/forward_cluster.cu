@@ -23,7 +23,7 @@ __global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
   if constexpr (tile.path == Path::ring) {
     forward_ring<centered, statistics, tile>(call, dynamic_smem(), carried);
   } else if constexpr (tile.path == Path::grid) {
-    forward_grid<centered, tile>(call);
+    grid_rows<ForwardGrid<centered, tile, Load, Store>>(call);
   } else {
     using Reduce = ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute>;
     Reduce reduce(dynamic_smem());

@@ -1,11 +1,12 @@
 // backward_grid.cuh -- the path `grid` of backward_cluster.cu: the blocks of a group share each row
 //
-// A block keeps its sums of dweight and dbias, of the same columns of all rows: one partial row a
-// group.
+// A block forms the sums of dweight and dbias of its columns, of all rows of its group. If there is
+// one group, they are dweight and dbias.
 #pragma once
 #include "grid_kept.cuh"
+#include "grid_rows.cuh"
+#include "grid_stream.cuh"
 #include "grid_sums.cuh"
-#include "grid_turns.cuh"
 
 template <Gradients gradients, bool centered, Tile tile, class Call>
 struct BackwardGrid {
@@ -14,103 +15,102 @@ struct BackwardGrid {
   using Shape = GridShape<tile>;
   using Value = Sum<float, 2>;
   using Exchange = GridExchange<Value, tile>;
-  using Sums = GridSums<gradients, tile>;
   static constexpr int pack_size = tile.pack_size;
   struct Loaded {
     Pack<X, pack_size> x;
     Pack<Dy, pack_size> dy;
   };
+  using Row = RowGradient<float>;
+  using Sums = GridPackSums<gradients, pack_size>;
+  using Weight = decltype(Call::load_weight);
+  using Kept = typename Weight::template Kept<pack_size>;
   using StreamX = GridStream<X, tile, Exchange::smem_bytes>;
   using StreamDy = GridStream<Dy, tile, StreamX::last_byte>;
   static constexpr int place_bytes = StreamX::place_bytes + StreamDy::place_bytes;
-  static constexpr int used_bytes =
-      Exchange::smem_bytes + Sums::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
+  static constexpr int used_bytes = Exchange::smem_bytes + Shape::bytes_of_places(place_bytes);
   static_assert(used_bytes <= Shape::smem_bytes);
+  static constexpr int left_registers =
+      Shape::spare_registers - Shape::num_packs * Sums::num_registers - (tile.exact ? 8 : 24);
 
   const Call& call;
   Slice cols;
   StreamX x;
   StreamDy dy;
-  Sums sums;
-  GridKept<decltype(Call::load_weight), tile, Sums::left_registers, Shape::smem_bytes - used_bytes>
-      weights;
-  RowGradient<float> summed, written, next_summed;  // of the rows in these states
+  GridKept<Weight, tile, left_registers, Shape::smem_bytes - used_bytes, 2> parameters;
+  Sums sums[Shape::keeps_rows ? Shape::num_packs : 1];
+  Row summed, next_summed;
   Value of_row;
 
   __device__ __forceinline__ explicit BackwardGrid(const Call& call)
       : call(call),
         cols(Shape::cols(call.num_cols)),
-        sums(dynamic_smem() + used_bytes - Sums::smem_bytes),
-        weights(call.load_weight, cols, dynamic_smem() + used_bytes),
-        next_summed(gradient_of(0)) {}
-  __device__ __forceinline__ RowGradient<float> gradient_of(long long turn) const {
-    return call.template gradient_of<centered>(min(Shape::row(turn), call.num_rows - 1));
-  }
-  __device__ __forceinline__ void start() { weights.load_all(); }
-  template <bool again>
+        parameters(call.load_weight, cols, dynamic_smem() + used_bytes),
+        next_summed(begin_row(0)) {}
+
   __device__ __forceinline__ void begin_copies(long long turn) {
-    x.template begin_copies<again>(call.load_x, turn, cols);
-    dy.template begin_copies<again>(call.load_dy, turn, cols);
+    x.begin_copies(call.load_x, turn, cols);
+    dy.begin_copies(call.load_dy, turn, cols);
   }
-  template <bool again>
   __device__ __forceinline__ void copy(int pack, int place) const {
-    x.template copy<again>(pack, place);
-    dy.template copy<again>(pack, place);
+    x.copy(pack, place);
+    dy.copy(pack, place);
   }
   __device__ __forceinline__ Loaded load(int place) const {
     return {x.load(place), dy.load(place)};
   }
+  __device__ __forceinline__ void copy(long long turn, int pack, int place) {
+    begin_copies(turn);
+    copy(pack, place);
+  }
+  __device__ __forceinline__ void fetch_to_sum(int pack) { parameters.fetch(pack, 1); }
+  __device__ __forceinline__ void fetch_to_write(int pack) { parameters.fetch(pack, 0); }
+  __device__ __forceinline__ Kept to_sum(int pack) { return parameters.of(pack, 1); }
+  __device__ __forceinline__ Kept to_sum_any(int pack) const { return parameters.of_any(pack); }
+  __device__ __forceinline__ Kept to_write(int pack) { return parameters.of(pack, 0); }
 
-  template <class F>  // f(x_hats, dys, wdys) of a pack
-  __device__ __forceinline__ void with_pack(const RowGradient<float>& gradient, int pack,
-                                            const Loaded& loaded, F f) {
-    float x_hats[pack_size], dys[pack_size], wdys[pack_size];
-    unpack(loaded.x, x_hats);
+  // f(x_hat, dy, wdy, at) for each element of a pack.
+  template <class F>
+  __device__ __forceinline__ static void for_each(const Row& row, const Loaded& loaded,
+                                                  const Kept& kept, F f) {
+    float xs[pack_size], dys[pack_size], weights[pack_size];
+    unpack(loaded.x, xs);
     unpack(loaded.dy, dys);
-    call.load_weight.unpack(weights.of(pack), wdys);
+    Weight::unpack(kept, weights);
 #pragma unroll
-    for (int at = 0; at < pack_size; ++at) {
-      x_hats[at] = gradient.template x_hat<centered>(x_hats[at]);
-      wdys[at] = rounded_product(dys[at], wdys[at]);
-    }
-    f(x_hats, dys, wdys);
+    for (int at = 0; at < pack_size; ++at)
+      f(row.template x_hat<centered>(xs[at]), dys[at], rounded_product(dys[at], weights[at]), at);
   }
   __device__ __forceinline__ void begin_sums(long long turn) {
     summed = next_summed;
-    next_summed = gradient_of(turn + 1);
+    next_summed = begin_row(turn + 1);
     of_row = {};
   }
-  __device__ __forceinline__ void sum(int pack, const Loaded& loaded) {
-    with_pack(summed, pack, loaded, [&](const auto& x_hats, const auto&, const auto& wdys) {
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) {
-        of_row.part[0] += wdys[at] * x_hats[at];
-        if constexpr (centered) of_row.part[1] += wdys[at];
-      }
+  __device__ __forceinline__ void sum(int, const Loaded& loaded, const Kept& kept) {
+    for_each(summed, loaded, kept, [&](float x_hat, float, float wdy, int) {
+      of_row.part[0] += wdy * x_hat;
+      if constexpr (centered) of_row.part[1] += wdy;
     });
   }
   __device__ __forceinline__ Value value() const { return warp_reduce<32>(of_row); }
-  __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
-    written = gradient_of(turn);  // loads while the total may still be on its way
-    written.finish(exchange.total(turn), 1.0f / static_cast<float>(call.num_cols));
+
+  __device__ __forceinline__ Row begin_row(long long turn) const {
+    return call.template gradient_of<centered>(min(Shape::row(turn), call.num_rows - 1));
   }
-  __device__ __forceinline__ void write(long long turn, int pack, const Loaded& loaded) {
-    with_pack(written, pack, loaded, [&](const auto& x_hats, const auto& dys, const auto& wdys) {
-      float dx[pack_size];
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at)
-        dx[at] = written.template dx<centered>(x_hats[at], wdys[at]);
-      call.store_dx(Shape::row(turn), cols.first_col + Shape::col(pack), dx);
-      sums.add(pack, x_hats, dys);
+  __device__ __forceinline__ void finish_row(long long, Row& row, const Value& total) const {
+    row.finish(total, 1.0f / static_cast<float>(call.num_cols));
+  }
+  __device__ __forceinline__ void write(long long turn, const Row& row, int pack,
+                                        const Loaded& loaded, const Kept& kept,
+                                        Sums& of_pack) const {
+    float dx[pack_size];
+    for_each(row, loaded, kept, [&](float x_hat, float dy, float wdy, int at) {
+      dx[at] = row.template dx<centered>(x_hat, wdy);
+      of_pack.add(at, x_hat, dy);
     });
+    call.store_dx(Shape::row(turn), cols.first_col + Shape::col(pack), dx);
+  }
+  __device__ __forceinline__ Sums& sums_of(int pack) { return sums[pack]; }
+  __device__ __forceinline__ void write_sums(int pack, const Sums& of_pack, bool adds) const {
+    of_pack.write(call, Shape::group() * call.num_cols + cols.first_col + Shape::col(pack), adds);
   }
 };
-
-template <Gradients gradients, bool centered, Tile tile, class Call>
-__device__ __forceinline__ void backward_grid(const Call& call) {
-  using Grid = BackwardGrid<gradients, centered, tile, Call>;
-  const typename Grid::Exchange exchange(dynamic_smem());
-  Grid grid(call);
-  take_turns<tile>(exchange, grid, Grid::Shape::num_turns(call.num_rows));
-  grid.sums.write(call, grid.cols);
-}

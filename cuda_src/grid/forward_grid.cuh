@@ -2,7 +2,8 @@
 #pragma once
 #include "forward.cuh"
 #include "grid_kept.cuh"
-#include "grid_turns.cuh"
+#include "grid_rows.cuh"
+#include "grid_stream.cuh"
 
 template <bool centered, Tile tile, class Load, class Store>
 struct ForwardGrid {
@@ -11,19 +12,19 @@ struct ForwardGrid {
   using Value = typename Either<centered, Moments<float>, Sum<float, 1>>::type;
   using Exchange = GridExchange<Value, tile>;
   static constexpr int pack_size = tile.pack_size;
-  using Parameters = typename Store::template Kept<pack_size>;
+  using Kept = typename Store::template Kept<pack_size>;
   using Loaded = Pack<X, pack_size>;
+  using Row = RowStatistics<float>;
+  using Sums = Nothing;
   using StreamX = GridStream<X, tile, Exchange::smem_bytes>;
   static constexpr int place_bytes = StreamX::place_bytes;
-  static constexpr int used_bytes =
-      Exchange::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
+  static constexpr int used_bytes = Exchange::smem_bytes + Shape::bytes_of_places(place_bytes);
   static_assert(used_bytes <= Shape::smem_bytes);
 
   // If all parameters are in registers, a step takes fewer.
-  static constexpr int num_registers = Shape::spare_registers + 16;
   static constexpr bool all_fit =
-      Shape::num_packs * static_cast<int>(sizeof(Parameters)) <= 4 * num_registers;
-  static constexpr int spare_registers = all_fit ? num_registers : Shape::spare_registers;
+      Shape::num_packs * static_cast<int>(sizeof(Kept)) <= 4 * (Shape::spare_registers + 16);
+  static constexpr int spare_registers = Shape::spare_registers + (all_fit ? 16 : 0);
 
   const Forward<Load, Store>& call;
   Slice cols;
@@ -32,7 +33,6 @@ struct ForwardGrid {
   float reciprocal, num_own_cols, num_cols_of_warp;
   LaneMoments moments;
   Sum<float, 1> squares;
-  RowStatistics<float> statistics;
 
   __device__ __forceinline__ explicit ForwardGrid(const Forward<Load, Store>& call)
       : call(call),
@@ -42,22 +42,26 @@ struct ForwardGrid {
         num_own_cols(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x, 1))),
         num_cols_of_warp(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x / 32 * 32, 32))) {}
 
-  __device__ __forceinline__ void start() { parameters.load_all(); }
-  template <bool again>
   __device__ __forceinline__ void begin_copies(long long turn) {
-    x.template begin_copies<again>(call.load, turn, cols);
+    x.begin_copies(call.load, turn, cols);
   }
-  template <bool again>
-  __device__ __forceinline__ void copy(int pack, int place) const {
-    x.template copy<again>(pack, place);
-  }
+  __device__ __forceinline__ void copy(int pack, int place) const { x.copy(pack, place); }
   __device__ __forceinline__ Loaded load(int place) const { return x.load(place); }
+  __device__ __forceinline__ void copy(long long turn, int pack, int place) {
+    begin_copies(turn);
+    x.copy(pack, place);
+  }
+  __device__ __forceinline__ void fetch_to_sum(int) {}
+  __device__ __forceinline__ void fetch_to_write(int pack) { parameters.fetch(pack, 0); }
+  __device__ __forceinline__ Nothing to_sum(int) const { return {}; }
+  __device__ __forceinline__ Nothing to_sum_any(int) const { return {}; }
+  __device__ __forceinline__ Kept to_write(int pack) { return parameters.of(pack, 0); }
 
   __device__ __forceinline__ void begin_sums(long long) {
     moments = {};
     squares = {};
   }
-  __device__ __forceinline__ void sum(int pack, const Loaded& loaded) {
+  __device__ __forceinline__ void sum(int pack, const Loaded& loaded, Nothing) {
     float values[pack_size];
     unpack(loaded, values);
     if constexpr (centered) {
@@ -74,28 +78,22 @@ struct ForwardGrid {
     }
   }
 
-  __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
-    const Value total = exchange.total(turn);
+  __device__ __forceinline__ Row begin_row(long long) const { return {}; }
+  __device__ __forceinline__ void finish_row(long long turn, Row& row, const Value& total) const {
     if constexpr (centered) {
-      statistics = of_moments(total, reciprocal, call.eps);
+      row = of_moments(total, reciprocal, call.eps);
     } else {
-      statistics = uncentered(total.part[0], reciprocal, call.eps);
+      row = uncentered(total.part[0], reciprocal, call.eps);
     }
-    call.save(Shape::row(turn), statistics, threadIdx.x == 0 && Shape::rank() == 0);
+    call.save(Shape::row(turn), row, threadIdx.x == 0 && Shape::rank() == 0);
   }
-  __device__ __forceinline__ void write(long long turn, int pack, const Loaded& loaded) {
-    const int col = Shape::col(pack);
+  __device__ __forceinline__ void write(long long turn, const Row& row, int pack,
+                                        const Loaded& loaded, const Kept& kept, Nothing&) const {
     float values[pack_size], normalized[pack_size];
     unpack(loaded, values);
-    statistics.template normalize<centered>(values, normalized);
-    call.store.store(Shape::row(turn), cols.first_col + col, normalized, parameters.of(pack));
+    row.template normalize<centered>(values, normalized);
+    call.store.store(Shape::row(turn), cols.first_col + Shape::col(pack), normalized, kept, true);
   }
+  __device__ __forceinline__ Nothing sums_of(int) const { return {}; }
+  __device__ __forceinline__ void write_sums(int, const Nothing&, bool) const {}
 };
-
-template <bool centered, Tile tile, class Load, class Store>
-__device__ __forceinline__ void forward_grid(const Forward<Load, Store>& call) {
-  using Grid = ForwardGrid<centered, tile, Load, Store>;
-  const typename Grid::Exchange exchange(dynamic_smem());
-  Grid grid(call);
-  take_turns<tile>(exchange, grid, Grid::Shape::num_turns(call.num_rows));
-}

@@ -6,14 +6,16 @@
 #include "grid_shape.cuh"
 
 // Parameters of a thread's first packs are in registers, of the next packs in shared memory as far
-// as there is room. Those of the last packs are loaded again for each row. Source: a Store or a
-// LoadParameter.
-template <class Source, Tile tile, int registers, int smem_bytes>
+// as there is room. Those of the last packs are fetched again for each row: at the start of a step,
+// before the thread waits for its copies. Source: a Store or a LoadParameter. uses: in one step, of
+// different packs.
+template <class Source, Tile tile, int registers, int smem_bytes, int uses = 1>
 struct GridKept {
   using Shape = GridShape<tile>;
   using Kept = typename Source::template Kept<tile.pack_size>;
   static constexpr int kept_bytes = sizeof(Kept);
-  static constexpr int in_registers = Shape::clamp(registers * 4 / kept_bytes, 0, Shape::num_packs);
+  static constexpr int in_registers =
+      Shape::keeps_rows ? Shape::clamp(registers * 4 / kept_bytes, 0, Shape::num_packs) : 0;
   static constexpr int in_smem = Shape::clamp(smem_bytes / (Shape::num_workers * kept_bytes), 0,
                                               Shape::num_packs - in_registers);
 
@@ -21,6 +23,7 @@ struct GridKept {
   Slice cols;
   Kept* smem;  // [in_smem][num_workers], from this thread on
   Kept kept[in_registers + (in_registers == 0)];
+  Kept fetched[uses][Shape::packs_at_once];
 
   __device__ __forceinline__ GridKept(const Source& source, Slice cols, unsigned char* smem)
       : source(source), cols(cols), smem(reinterpret_cast<Kept*>(smem) + threadIdx.x) {}
@@ -35,14 +38,21 @@ struct GridKept {
       }
     }
   }
-  // The number of the pack is a constant of an unrolled loop: one of these three remains.
-  __device__ __forceinline__ Kept of(int pack) {
+  // The number of the pack is a constant of an unrolled loop: one branch remains.
+  __device__ __forceinline__ void fetch(int pack, int use = 0) {
+    if (pack >= in_registers + in_smem) fetched[use][pack % Shape::packs_at_once] = load(pack);
+  }
+  __device__ __forceinline__ Kept of(int pack, int use = 0) {
     if (pack < in_registers) {
       kept[pack].forget_unpacked();
       return kept[pack];
     }
     if (pack < in_registers + in_smem) return smem[(pack - in_registers) * Shape::num_workers];
-    return load(pack);
+    return fetched[use][pack % Shape::packs_at_once];
+  }
+  // Of any pack, if none is in registers.
+  __device__ __forceinline__ Kept of_any(int pack) const {
+    return pack < in_smem ? smem[pack * Shape::num_workers] : load(pack);
   }
 
  private:

@@ -3,10 +3,9 @@
 // A group of cluster_size blocks shares a row, and each group takes every num_groups-th row. All
 // blocks of the launch are resident at once. A block has a slice of each row. The threads of its
 // first warps are workers: worker t has packs t, t + num_workers, ... of the slice. They travel
-// through `stages` slots of shared memory (grid_turns.cuh). The other warps exchange sums
-// (grid_exchange.cuh).
+// through `stages` slots of shared memory (grid_turns.cuh). Without slots each row is read twice
+// (grid_twice.cuh). The other warps exchange sums (grid_exchange.cuh).
 #pragma once
-#include "memory.cuh"
 #include "slice.cuh"
 
 template <Tile tile>
@@ -17,6 +16,8 @@ struct GridShape {
   static constexpr int num_workers = 32 * num_warps;
   static constexpr int step = num_workers * tile.pack_size;
   static constexpr int num_packs = tile.packs_per_thread;  // of a row that a worker has
+  static constexpr int num_slots = tile.stages;
+  static constexpr int ring_bytes = 96 * 1024;  // without slots
 
   // Packs that a worker takes in one step; a slot has those of one step. Few warps need more.
   static constexpr int packs_at_once = num_warps <= 8 ? 2 : 1;
@@ -24,9 +25,12 @@ struct GridShape {
 
   // A worker writes packs `lag` steps after it has summed them: the sums of their row must travel
   // between the blocks first. The packs of the next in_flight steps are on their way to shared
-  // memory. So packs that stay until they are written take lag + 1 + in_flight slots. If there are
-  // fewer, the packs are dropped once they are summed, and copied a second time from the L2 cache.
-  static constexpr bool copies_twice = tile.stages < num_steps + 2;
+  // memory. So there are lag + 1 + in_flight slots.
+  static constexpr bool keeps_rows = tile.stages > 0;
+  static constexpr int bytes_of_places(int place_bytes) {
+    return keeps_rows ? num_slots * packs_at_once * place_bytes
+                      : ring_bytes / place_bytes * place_bytes;
+  }
   static constexpr int most_lag = 6 * num_steps;  // six turns
   static constexpr int clamp(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
@@ -36,16 +40,22 @@ struct GridShape {
   static constexpr int lag_of_quarter = tile.stages - 1 - clamp(tile.stages / 4, 1, 64);
   static constexpr int lag_of_eighth = tile.stages - 1 - clamp(tile.stages / 8, 1, 64);
   static constexpr int wanted_lag = clamp(3 * num_steps, lag_of_quarter, lag_of_eighth);
-  static constexpr int lag =
-      copies_twice ? num_steps + (num_steps + 3) / 4 : clamp(wanted_lag, num_steps, most_lag);
-  static constexpr int in_flight = copies_twice ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
-  static constexpr int turns_behind = (lag + num_steps - 1) / num_steps;
-  static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;
-  static_assert(in_flight > 0 && num_packs % packs_at_once == 0);
+  static constexpr int lag = clamp(wanted_lag, num_steps, most_lag);
+  static constexpr int in_flight = tile.stages - 1 - lag;
+  static constexpr int turns_behind =
+      keeps_rows ? (lag + num_steps - 1) / num_steps : num_exchangers;
+  static_assert(!keeps_rows || (in_flight > 0 && num_packs % packs_at_once == 0));
 
-  // Registers of a thread for what it keeps from row to row: all but those for one step.
-  static constexpr int spare_registers =
-      512 / ((tile.block_size() + 127) / 128) / 8 * 8 - (packs_at_once == 2 ? 96 : 80);
+  // Registers of a thread. Four warps that exchange give some of theirs to those that work.
+  static constexpr int num_warpgroups = (num_warps + num_exchangers + 3) / 4;
+  static constexpr int at_first = 512 / num_warpgroups / 8 * 8, exchanger_registers = 56;
+  static constexpr int after_gift = (at_first * num_warpgroups - exchanger_registers) /
+                                    (num_warpgroups > 1 ? num_warpgroups - 1 : 1) / 8 * 8;
+  static constexpr bool gives_registers =
+      num_warps % 4 == 0 && num_warps >= 8 && after_gift > at_first;
+  static constexpr int worker_registers = gives_registers ? after_gift : at_first;
+  // For what a thread keeps from row to row: all but those for one step.
+  static constexpr int spare_registers = worker_registers - (packs_at_once == 2 ? 96 : 80);
   static constexpr int smem_bytes = 227 * 1024;
 
   // Step `step` of a turn.
@@ -86,34 +96,5 @@ struct GridShape {
   __device__ __forceinline__ static int num_cols_of(Slice cols, int first, int lanes) {
     const int width = lanes * tile.pack_size, rest = cols.size() % step - first * tile.pack_size;
     return cols.size() / step * width + max(0, min(rest, width));
-  }
-};
-
-// A tensor whose packs travel through shared memory. A place has one pack of each worker. The first
-// place begins at first_byte; `place` is another one's distance from it in bytes.
-template <class X, Tile tile, int first_byte>
-struct GridStream {
-  using Shape = GridShape<tile>;
-  static constexpr int pack_size = tile.pack_size;
-  static constexpr int place_bytes = Shape::step * static_cast<int>(sizeof(X));
-  static constexpr int last_byte = first_byte + place_bytes;
-
-  const X* copied[2];  // this thread's first pack of the row that is copied; of that copied again
-
-  template <bool again, class Load>
-  __device__ __forceinline__ void begin_copies(const Load& load, long long turn, Slice cols) {
-    copied[again] = load.row_start(Shape::row(turn)) + cols.first_col + Shape::col(0);
-  }
-  template <bool again>
-  __device__ __forceinline__ void copy(int pack, int place) const {
-    async_copy<pack_size>(at(place), copied[again] + pack * Shape::step);
-  }
-  __device__ __forceinline__ Pack<X, pack_size> load(int place) const {
-    return load_pack<pack_size>(at(place));
-  }
-
- private:
-  __device__ __forceinline__ static X* at(int place) {
-    return reinterpret_cast<X*>(dynamic_smem() + first_byte + place) + threadIdx.x * pack_size;
   }
 };

@@ -2,51 +2,47 @@
 //
 // A worker takes a row's packs in num_steps steps. In step s, counted over all rows, it
 //   copies  the packs of step s + in_flight to shared memory
-//   writes  the results of step s - lag, because the sums of that row have arrived
 //   sums    the packs of step s
+//   writes  the results of step s - lag, because the sums of that row have arrived
 // So copies are always in flight, and workers do not wait while sums travel. A thread reads only
-// what it has copied itself, so no barrier is needed. With copies_twice, packs are copied again
-// in_flight steps before they are written.
+// what it has copied itself, so no barrier is needed.
 #pragma once
 #include "grid_exchange.cuh"
 #include "memory.cuh"
 
 // Work is ForwardGrid or BackwardGrid: what a worker does with its packs, each in a place of shared
 // memory (GridStream).
-//   start()                  what is loaded once, before the first row
-//   begin_copies<again>(turn), copy<again>(pack, place), load(place) -> Loaded
-//   begin_sums(turn), sum(pack, loaded), value() -> the sum of the warp, to all its lanes
-//   begin_results(turn, exchange), write(turn, pack, loaded)
-template <Tile tile, class Value, class Work>
+//   begin_copies(turn), copy(pack, place), load(place) -> Loaded
+//   fetch_to_sum(pack), fetch_to_write(pack): parameters that are not kept, early in a step
+//   to_sum(pack), to_write(pack) -> parameters
+//   begin_sums(turn), sum(pack, loaded, parameters), value() -> of the warp, to all its lanes
+//   begin_row(turn) -> Row, finish_row(turn, row, total)
+//   write(turn, row, pack, loaded, parameters, sums), write_sums(pack, sums, adds)
+template <class Work>
 struct GridTurns {
-  using Shape = GridShape<tile>;
+  using Shape = typename Work::Shape;
   using Step = typename Shape::Step;
   using Loaded = typename Work::Loaded;
   static constexpr int num_steps = Shape::num_steps, at_once = Shape::packs_at_once;
-  // Packs that are copied again have places of their own, from `end` on.
-  static constexpr bool copies_twice = Shape::copies_twice;
-  static constexpr int num_slots = copies_twice ? Shape::in_flight + 1 : tile.stages;
-  static constexpr int end = num_slots * at_once * Work::place_bytes;
+  static constexpr int end = Shape::num_slots * at_once * Work::place_bytes;
 
-  const GridExchange<Value, tile>& exchange;
+  const typename Work::Exchange& exchange;
   Work& work;
   long long num_turns;
+  typename Work::Row written_row{};
   int summed_place = 0;
   int free_place = 0;  // whose packs are written in this step, and which the next copies overwrite
 
   __device__ __forceinline__ void run() {
     for (int step = 0; step < Shape::in_flight; ++step) {
-      copy_if<false, false>({step / num_steps, step % num_steps}, free_place);
+      copy({step / num_steps, step % num_steps}, free_place);
       end_copies();
     }
-    work.start();  // while these copies are on their way
-    for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) {
-      if (turn >= Shape::turns_behind && turn + Shape::turns_ahead < num_turns) {
-        take_turn<true>(turn);
-      } else {
-        take_turn<false>(turn);
-      }
-    }
+    work.parameters.load_all();  // while these copies are on their way
+    for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) take_turn(turn);
+#pragma unroll
+    for (int pack = 0; pack < Shape::num_packs; ++pack)
+      if (Shape::in_slice(pack, work.cols)) work.write_sums(pack, work.sums_of(pack), false);
   }
 
  private:
@@ -72,49 +68,45 @@ struct GridTurns {
     return turn >= 0 && turn < num_turns;
   }
   // Copies the packs of a step, if its row exists.
-  template <bool all, bool again>
-  __device__ __forceinline__ void copy_if(Step of, int place) {
-    if (!all && !exists(of.turn)) return;
-    if (of.step == 0) work.template begin_copies<again>(of.turn);
-    for_each_pack(of.step, place,
-                  [&](int pack, int place) { work.template copy<again>(pack, place); });
+  __device__ __forceinline__ void copy(Step of, int place) {
+    if (!exists(of.turn)) return;
+    if (of.step == 0) work.begin_copies(of.turn);
+    for_each_pack(of.step, place, [&](int pack, int place) { work.copy(pack, place); });
   }
   __device__ __forceinline__ void end_copies() {
     async_commit();
     advance(free_place);
   }
-  // all: whether all rows that are copied, written and summed in this turn exist.
-  template <bool all>
+  // The rows that are copied, written and summed in a turn need not exist.
   __device__ __forceinline__ void take_turn(long long turn) {
     constexpr int in_flight = Shape::in_flight, lag = Shape::lag;
-    if (all || exists(turn)) work.begin_sums(turn);
+    if (exists(turn)) work.begin_sums(turn);
 #pragma unroll
     for (int step = 0; step < num_steps; ++step) {
       const Step now{turn, step};
-      copy_if<all, false>(now.later(in_flight), free_place);
-      if constexpr (copies_twice) copy_if<all, true>(now.later(in_flight - lag), end + free_place);
+      copy(now.later(in_flight), free_place);
       end_copies();
-      async_wait<in_flight>();
       const Step written = now.later(-lag);
-      if (all || exists(written.turn)) {
-        if (written.step == 0) work.begin_results(written.turn, exchange);
-        for_each_loaded(
-            written.step, copies_twice ? end + free_place : free_place,
-            [&](int pack, const Loaded& loaded) { work.write(written.turn, pack, loaded); });
+      for_each_pack(step, 0, [&](int pack, int) { work.fetch_to_sum(pack); });
+      for_each_pack(written.step, 0, [&](int pack, int) { work.fetch_to_write(pack); });
+      async_wait<in_flight>();
+      if (exists(turn)) {
+        for_each_loaded(step, summed_place, [&](int pack, const Loaded& loaded) {
+          work.sum(pack, loaded, work.to_sum(pack));
+        });
+        advance(summed_place);
+        if (step + 1 == num_steps) exchange.put(turn, work.value());
       }
-      if (all || exists(turn)) {
-        for_each_loaded(step, copies_twice ? free_place : summed_place,
-                        [&](int pack, const Loaded& loaded) { work.sum(pack, loaded); });
-        if constexpr (!copies_twice) advance(summed_place);
+      if (exists(written.turn)) {
+        if (written.step == 0) {
+          written_row = work.begin_row(written.turn);  // while the total may be on its way
+          work.finish_row(written.turn, written_row, exchange.total(written.turn));
+        }
+        for_each_loaded(written.step, free_place, [&](int pack, const Loaded& loaded) {
+          auto&& sums = work.sums_of(pack);
+          work.write(written.turn, written_row, pack, loaded, work.to_write(pack), sums);
+        });
       }
     }
-    if (all || exists(turn)) exchange.put(turn, work.value());
   }
 };
-
-template <Tile tile, class Value, class Work>
-__device__ __forceinline__ void take_turns(const GridExchange<Value, tile>& exchange, Work& work,
-                                           long long num_turns) {
-  if (!GridShape<tile>::works()) return exchange.exchange(num_turns);
-  GridTurns<tile, Value, Work>{exchange, work, num_turns}.run();
-}

@@ -11,9 +11,9 @@
 #include "grid_shape.cuh"
 #include "warp_moments.cuh"
 
-// A warp puts its sum of turn t after it has received the total of turn t - turns_behind. By then
-// all warps of all blocks had put theirs of that turn, so none of them needs a word of an earlier
-// one. More than turns_behind slots are enough.
+// A warp puts its sum of turn t after it has received the total of turn t - turns_behind - 1. By
+// then all warps of all blocks had put theirs of that turn, so none of them needs a word of an
+// earlier one. More than turns_behind + 1 slots are enough.
 constexpr int grid_slots = 8, most_grid_parts = 3, most_grid_blocks = 256, most_grid_groups = 16;
 __device__ unsigned long long grid_words[grid_slots][most_grid_parts][most_grid_blocks];
 __device__ __align__(32) unsigned long long grid_totals[most_grid_groups][grid_slots][4];
@@ -24,7 +24,7 @@ struct GridWords {
   using Shape = GridShape<tile>;
   static constexpr int num_blocks = Shape::num_blocks, blocks_per_lane = (num_blocks + 31) / 32;
   static_assert(Value::size <= most_grid_parts && num_blocks <= most_grid_blocks &&
-                Shape::turns_behind < grid_slots);
+                Shape::turns_behind + 1 < grid_slots);
 
   unsigned first_number;
 

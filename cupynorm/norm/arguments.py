@@ -450,5 +450,10 @@ def _backward_words(
     if problem.recomputed:
         words += [*row_words(tensors, "y"), Address("weight"), Address("bias")]
     x = tensors["x"]
-    partials = _partial_words(problem, plan) if plan.num_partials else [0, 0, 0]
+    partials = [0, 0, 0]
+    if plan.num_partials:
+        partials = _partial_words(problem, plan)
+    elif plan.writes_sums:
+        names = (("dweight", problem.dweight), ("dbias", problem.dbias))
+        partials = [*(Address(name) if wanted else 0 for name, wanted in names), 0]
     return [*words, Address("mean"), Address("rstd"), *partials, x.num_rows, x.num_cols]

@@ -17,7 +17,13 @@ from ..table import as_text, pairs_as_html
 from .abilities import scales_at_once
 from .devices import Device
 from .few_rows import for_few_rows, in_one_launch
-from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_first
+from .grids import (
+    blocks_of_groups,
+    grid_size,
+    has_one_group,
+    parameters_launch,
+    shares_of_first,
+)
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
 from .measured_tiles import measured_tile
 from .paths import uncached_tile
@@ -71,12 +77,18 @@ def choose(
     resident = chosen.blocks_per_sm
     if smem_bytes:
         resident = min(resident, device.smem_per_sm // (smem_bytes + RESERVED_BYTES))
-    amax_kernel, kernel = _row_kernels(problem, name, chosen, statistics)
+    writes_sums = not problem.forward and has_one_group(problem, chosen, device)
+    amax_kernel, kernel = _row_kernels(problem, name, chosen, statistics, writes_sums)
+    if chosen.path == "grid":  # its warps exchange registers
+        kernel = replace(kernel, architecture=f"sm_{device.compute_capability}a")
     parameters_tile = parameters_kernel = None
-    if not problem.forward:
+    if not (problem.forward or writes_sums):
         has_partials = keeps_sums(problem, chosen)
         dx_sum = problem.dx_sum if sums_dx(problem, chosen) else None
-        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials, dx_sum)
+        groups = device.num_sms // chosen.cluster_size if chosen.path == "grid" else 16
+        parameters_tile, parameters_kernel = parameters_instance(
+            problem, has_partials, dx_sum, most_rows=groups
+        )
     return Choice(
         name,
         chosen,
@@ -121,7 +133,7 @@ def _forced_tile(problem: Problem, device: Device, strategy: str, tile: Tile | N
 
 
 def _row_kernels(
-    problem: Problem, strategy: str, tile: Tile, statistics: str
+    problem: Problem, strategy: str, tile: Tile, statistics: str, writes_sums: bool
 ) -> tuple[Kernel | None, Kernel | None]:
     """The kernel that first finds amaxes, if one launch cannot; and the kernel of rows.
 
@@ -134,7 +146,9 @@ def _row_kernels(
         return amax, write
     if problem.forward or problem.dx or problem.recomputed or strategy != "uncached":
         step = "write" if problem.scaling == "given" and not problem.amax else "all"
-        return None, row_instance(problem, strategy, tile, statistics, step)
+        return None, row_instance(
+            problem, strategy, tile, statistics, step, writes_sums=writes_sums
+        )
     return None, None
 
 
@@ -224,6 +238,11 @@ class Plan:
     bytes_moved: int
     bytes_needed: int
     reason: str
+
+    @property
+    def writes_sums(self) -> bool:
+        """Path grid, backward: whether the kernel writes dweight and dbias, not partial sums."""
+        return self.tile.path == "grid" and len(self.launches) == 1
 
     def _facts(self) -> list[tuple[str, str]]:
         norm = "layer_norm" if self.problem.centered else "rms_norm"
@@ -410,6 +429,8 @@ def _bytes_moved(choice: Choice, problem: Problem, num_rows: int, num_partials: 
         else:
             again = 1 if problem.dx else bool(problem.recomputed) - 1
             moved += again * row_elements * (x_bytes + dy_bytes)
+    if choice.tile.path == "grid" and not choice.tile.stages:
+        moved += row_elements * (x_bytes + dy_bytes)
     if not (problem.forward or keeps_sums(problem, choice.tile)):
         reads_dy = problem.dweight or problem.dbias
         moved += row_elements * (x_bytes * bool(problem.dweight) + dy_bytes * bool(reads_dy))

@@ -115,6 +115,14 @@ def blocks_of_groups(tile: Tile, device: Device, sm_margin: int) -> int:
     return blocks if 2 * blocks > min(device.num_sms, device.grid_blocks) else 0
 
 
+def has_one_group(problem: Problem, tile: Tile, device: Device) -> bool:
+    """Path grid, backward: whether one group has all rows, and reads them once. Its sums are
+    dweight and dbias then."""
+    same = problem.dweight == problem.dbias or not (problem.dweight and problem.dbias)
+    blocks = min(device.num_sms, device.grid_blocks)
+    return tile.path == "grid" and bool(tile.stages) and same and 2 * tile.cluster_size > blocks
+
+
 def grid_size(
     choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int
 ) -> int:

@@ -4,7 +4,7 @@ Pure Python, no GPU needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..dtypes import DTYPES, ELEMENTS
 from .functors import struct_text
@@ -132,9 +132,16 @@ def compute_of_load(problem: Problem) -> str:
 
 
 def row_instance(
-    problem: Problem, strategy: str, tile: Tile, statistics: str, step: str = "all"
+    problem: Problem,
+    strategy: str,
+    tile: Tile,
+    statistics: str,
+    step: str = "all",
+    *,
+    writes_sums: bool = False,
 ) -> Kernel:
-    """The instance of the strategy's kernel for a problem."""
+    """The instance of the strategy's kernel for a problem. writes_sums: dweight and dbias, not
+    partial sums."""
     zero_centered = cpp_bool(problem.zero_centered)
     factor = f"{cpp_name(problem.row_scale)}, {cpp_bool(problem.dropout)}"
     load_x = load_x_name(problem)
@@ -173,7 +180,10 @@ def row_instance(
         )
         arguments = f"{row_arguments(problem)}, {gradients}, {cpp_bool(problem.centered)}"
     name = f"{problem.direction}_{strategy}"
-    return Kernel(f"{name}.cu", f"{name}<{arguments}, {tile.cpp}>", functor_structs(problem))
+    arguments += f", {tile.cpp}"
+    if writes_sums:
+        arguments += f", {cpp_name(problem.dweight or problem.dbias)}"
+    return Kernel(f"{name}.cu", f"{name}<{arguments}>", functor_structs(problem))
 
 
 def row_arguments(problem: Problem) -> str:
@@ -198,20 +208,24 @@ def row_arguments(problem: Problem) -> str:
 
 
 def parameters_instance(
-    problem: Problem, has_partials: bool, dx_sum: str | None = None
+    problem: Problem, has_partials: bool, dx_sum: str | None = None, *, most_rows: int = 16
 ) -> tuple[Tile | None, Kernel | None]:
     """The kernel that sums dweight and dbias, from partial rows or from x and dy. dx_sum: its
-    dtype, where that is summed too."""
+    dtype, where that is summed too. most_rows: partial rows at most, or more than 16."""
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
     # Partial rows are few, so units of one cache line spread the columns over more multiprocessors.
-    lanes = 32 if not has_partials or problem.num_cols >= 16384 else 8
+    is_wide = problem.num_cols >= 16384 or most_rows < 16
+    lanes = 32 if not has_partials or is_wide else 8
     # Four float64 divisions at a time, with y, or functors need more than the 64 registers of two
     # blocks.
     is_tight = problem.y or problem.load or problem.store
     blocks_per_sm = 1 if is_tight and not has_partials else 2
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=blocks_per_sm)
+    if most_rows < 16:
+        rows_per_block = 1 << (most_rows - 1).bit_length()
+        tile = replace(tile, rows_per_block=rows_per_block, blocks_per_sm=32 // rows_per_block)
     compute = cpp_name(problem.compute)
     if not has_partials:
         loads = f"{load_x_name(problem)}, {load_dy_name(problem)}"

@@ -16,7 +16,6 @@ from .abilities import can_bundle, can_ring, can_share_grid, is_only_quantized, 
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
-    FEWEST_GRID_STAGES,
     blocks_that_fit,
     fits_smem,
     grid_block,
@@ -63,12 +62,13 @@ _BUNDLE_ELEMENTS = {
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
 
-# Path "grid": how many blocks share a row: the fewest with slices of at most so many KiB, by
-# direction and itemsize. Otherwise all.
-_GRID_SLICE_KIB = {"forward": {2: 48, 4: 48}, "backward": {2: 32, 4: 64}}
+# Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes of all
+# tensors. Otherwise all.
+_GRID_SLICE_BYTES = 64 * 1024
 # Threads of a block, and the most packs of a row that each takes, because its code for one pack
 # follows that for another. The most stages, and the fewest blocks.
-_GRID_THREADS, _MOST_GRID_STAGES, _FEWEST_GRID_BLOCKS = {384: 16, 640: 36}, 32, 16
+_GRID_THREADS, _MOST_GRID_STAGES, _FEWEST_GRID_BLOCKS = {384: 32, 640: 36}, 32, 16
+_MOST_GRID_COLS = 2**30  # columns are ints
 
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
 # many cache lines twice.
@@ -164,19 +164,19 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     row_bytes = problem.num_cols * sum(streamed(problem))
     most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    limit = 1024 * _GRID_SLICE_KIB[problem.direction][problem.itemsize]
     blocks = _FEWEST_GRID_BLOCKS
-    while blocks < most and row_bytes > blocks * limit:
+    while blocks < most and row_bytes > blocks * _GRID_SLICE_BYTES:
         blocks *= 2
     for threads, most_packs in _GRID_THREADS.items():
         tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
         block = grid_block(problem, tile)
         stages = min(block.most_stages, _MOST_GRID_STAGES)
         tile = replace(tile, packs_per_thread=block.packs, exact=int(block.exact), stages=stages)
-        fits = stages >= FEWEST_GRID_STAGES and block.packs <= most_packs
-        if fits and fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
+        if not fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
+            return None
+        if stages and block.packs <= most_packs:
             return tile
-    return None
+    return replace(tile, stages=0) if problem.num_cols <= _MOST_GRID_COLS else None
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:

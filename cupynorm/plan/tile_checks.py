@@ -11,7 +11,6 @@ from .devices import Device
 from .grids import MOST_GRID_GROUPS, blocks_of_groups
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
 from .tile_model import (
-    FEWEST_GRID_STAGES,
     GRID_EXCHANGERS,
     grid_block,
     smem_bytes_of,
@@ -170,7 +169,7 @@ def check_path(strategy: str, tile: Tile) -> None:
         )
     if tile.stages and tile.path not in ("staged", "ring", "bundle", "grid"):
         raise ValueError(f"tile has stages {tile.stages}; expected 0: path {tile.path!r} has none")
-    if not tile.stages and tile.path in ("staged", "ring", "bundle", "grid"):
+    if not tile.stages and tile.path in ("staged", "ring", "bundle"):
         raise ValueError(f"tile has path {tile.path!r} and stages 0; expected 1 or more stages")
     if tile.bundle and tile.path != "bundle":
         raise ValueError(f"tile has bundle {tile.bundle}; expected 0: path {tile.path!r} has none")
@@ -198,11 +197,11 @@ def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
             f"tile has threads_per_row {tile.threads_per_row}; expected {fewest} or more: "
             f"{GRID_EXCHANGERS} warps have no columns"
         )
-    packs = grid_block(problem, tile).packs
-    if tile.packs_per_thread != packs or tile.stages < FEWEST_GRID_STAGES:
+    block = grid_block(problem, tile)
+    if tile.packs_per_thread != block.packs or 0 < tile.stages < block.fewest_stages:
         raise ValueError(
             f"tile has packs_per_thread {tile.packs_per_thread} and stages {tile.stages}; expected "
-            f"{packs} packs, all of a row, and {FEWEST_GRID_STAGES} or more stages"
+            f"{block.packs} packs, all of a row, and no stages or {block.fewest_stages} or more"
         )
     if not can_share_grid(problem):
         raise ValueError(

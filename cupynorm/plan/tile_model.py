@@ -22,9 +22,10 @@ from .problem import Problem, Tile, ceil_div, cols_of_slice
 
 RESERVED_BYTES = 1024  # of shared memory, which the hardware takes for each block
 
-# Path grid: warps of a block that exchange sums, slots for them, all the shared memory of a block,
-# and the fewest stages.
-GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, FEWEST_GRID_STAGES = 4, 8, 227 * 1024, 4
+# Path grid: warps of a block that exchange sums, slots for them, their registers, all the shared
+# memory of a block, and the fewest stages.
+GRID_EXCHANGERS, _GRID_SLOTS, _EXCHANGER_REGISTERS = 4, 8, 56
+_GRID_BYTES, _FEWEST_GRID_STAGES = 227 * 1024, 4
 
 
 def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
@@ -74,10 +75,11 @@ class GridBlock(NamedTuple):
     """One block of path "grid", as in grid_shape.cuh, grid_words.cuh and grid_sums.cuh.
 
     packs, cols: of a row, of one worker and of all. exact: whether no pack is beyond the row's end.
-    exchange_bytes, stage_bytes, sum_bytes: shared memory for the exchange, for one stage, and for
-        the sums of dweight and dbias that are not in registers.
-    most_stages: how many fit beside those sums and the parameters that are not in registers. If too
-        few are left for a row, parameters have no room, and then the sums have none.
+    exchange_bytes, stage_bytes: shared memory for the exchange, and for one stage.
+    fewest_stages: with which a row is read once.
+    most_stages: how many fit beside the parameters that are not in registers. If too few are left
+        for a row and a half, parameters have no room. 0 if a row does not fit, or if its sums of
+        dweight and dbias do not fit in registers: then each row is read twice.
     """
 
     packs: int
@@ -85,11 +87,11 @@ class GridBlock(NamedTuple):
     exact: bool
     exchange_bytes: int
     stage_bytes: int
-    sum_bytes: int
+    fewest_stages: int
     most_stages: int
 
     def bytes_of(self, stages: int) -> int:
-        """Shared memory without sums and parameters."""
+        """Shared memory without parameters."""
         return self.exchange_bytes + stages * self.stage_bytes
 
 
@@ -105,34 +107,29 @@ def grid_block(problem: Problem, tile: Tile) -> GridBlock:
     exchange_bytes = ceil_div(_GRID_SLOTS * (parts * (workers // 32 + 1) * 4 + 16), 16) * 16
     stage_bytes = step_cols * sum(streamed(problem))
     # Registers of a thread for sums and parameters: all but those for one step.
-    spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8 - (96 if at_once == 2 else 80)
-    spare -= 0 if problem.forward or steps < 8 else 24
-    pack_sums = tile.pack_size * problem.num_sums
-    sums_kept = min(packs, max(spare, 0) // pack_sums) if pack_sums else 0
-    sum_bytes = (packs - sums_kept) * pack_sums * workers * 4
+    groups = ceil_div(tile.threads_per_row, 128)  # of four warps
+    registers = 512 // groups // 8 * 8
+    if workers % 128 == 0 and workers >= 256:
+        after_gift = (registers * groups - _EXCHANGER_REGISTERS) // (groups - 1) // 8 * 8
+        registers = max(registers, after_gift)
+    spare = registers - (96 if at_once == 2 else 80)
+    sums = packs * tile.pack_size * (0 if problem.forward else problem.num_sums)
+    sums_fit = sums <= spare
     names = [problem.weight] + [problem.bias] * problem.forward
     pack_bytes = tile.pack_size * sum(DTYPES[name].itemsize for name in names if name)
     spare += 16 * (packs * pack_bytes <= 4 * (spare + 16)) if problem.forward else 16 * exact - 24
-    for sums in (True, False):
-        left = spare - sums_kept * pack_sums * sums
-        parameters = packs - min(packs, max(left, 0) * 4 // max(pack_bytes, 1))
-        room = _GRID_BYTES - exchange_bytes - sum_bytes * sums
-        beside = (room - parameters * pack_bytes * workers) // stage_bytes
-        stages = max(beside, min(room // stage_bytes, steps + max(ceil_div(steps, 2), 3)))
-        if stages >= steps + 2:  # a row stays
-            break
-    return GridBlock(packs, cols, exact, exchange_bytes, stage_bytes, sum_bytes, stages)
+    parameters = packs - min(packs, max(spare - sums, 0) * 4 // max(pack_bytes, 1))
+    room = _GRID_BYTES - exchange_bytes
+    beside = (room - parameters * pack_bytes * workers) // stage_bytes
+    stages = max(beside, min(room // stage_bytes, steps + max(ceil_div(5 * steps, 8), 3)))
+    fewest = max(steps + 2, _FEWEST_GRID_STAGES)
+    stages = stages if stages >= fewest and sums_fit else 0
+    return GridBlock(packs, cols, exact, exchange_bytes, stage_bytes, fewest, stages)
 
 
 def keeps_sums(problem: Problem, tile: Tile) -> bool:
-    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias.
-
-    On path grid it does if they fit beside the stages.
-    """
-    if tile.path != "grid":
-        return tile.path != "uncached"
-    block = grid_block(problem, tile)
-    return block.bytes_of(tile.stages) + block.sum_bytes <= _GRID_BYTES
+    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias."""
+    return tile.path != "uncached"
 
 
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:

@@ -96,6 +96,14 @@ SMALL_CASES = [
         strategy="cluster",
         tile=Tile(8, 160, packs_per_thread=4, cluster_size=3, stages=4, path="grid"),
     ),
+    Case(
+        "layer_norm",
+        4,
+        1032,
+        "float32",
+        strategy="cluster",
+        tile=Tile(4, 160, packs_per_thread=4, cluster_size=3, path="grid"),
+    ),
     Case("layer_norm", 3, 264, "float32", strategy="uncached"),
     # Fused options, in packs and single elements.
     SUM,

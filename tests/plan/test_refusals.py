@@ -33,7 +33,7 @@ cluster GRID | cluster_size 0
 cluster GRID | threads_per_row 128
   threads_per_row 128; expected 160 or more: 4 warps have no columns
 cluster GRID | stages 3
-  packs_per_thread 2 and stages 3; expected 2 packs, .*, and 4 or more stages
+  packs_per_thread 2 and stages 3; expected 2 packs, .*, and no stages or 4 or more
 cluster GRID | packs_per_thread 4
   packs_per_thread 4 and stages 4; expected 2 packs
 cluster GRID | bundle 2
