@@ -244,6 +244,19 @@ def test_operands_that_negate_their_memory_have_their_values(make, monkeypatch, 
     assert negated == {"x", "weight", "bias", "residual", "dy", "dsum"}
 
 
+@pytest.mark.parametrize("route", ["torch", "autograd"])
+def test_a_wrong_sign_of_what_negates_its_memory_is_found(make, monkeypatch, route):
+    """The reference, which runs here, asks torch for the sign of float64 tensors."""
+    torch = pytest.importorskip("torch")
+    case = Case("rms_norm", 5, 96, "float64")
+    drawn, where = public_call(route, case, monkeypatch, seed=5)
+    assert "x" in calls._negated(drawn, ("x",))
+    assert judge.complaints(drawn, where) == []
+    monkeypatch.setattr(torch.Tensor, "resolve_neg", lambda tensor: tensor)
+    found = [each.sentence for each in judge.complaints(drawn, where)]
+    assert found and found[0].startswith("y: 480 elements are off"), found
+
+
 @pytest.mark.parametrize("route", ["torch", "cupy"])
 def test_public_calls_that_do_not_repeat_are_found(make, monkeypatch, route):
     drawn, where = public_call(route, Case("rms_norm", 1, 8, "float32"), monkeypatch, seed=5)
