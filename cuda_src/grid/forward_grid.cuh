@@ -18,7 +18,9 @@ struct ForwardGrid {
   using Sums = Nothing;
   using StreamX = GridStream<X, tile, Exchange::smem_bytes>;
   static constexpr int place_bytes = StreamX::place_bytes;
-  static constexpr int used_bytes = Exchange::smem_bytes + Shape::bytes_of_places(place_bytes);
+  static constexpr int packs_in_flight = 8;  // of rows that are read twice
+  static constexpr int used_bytes =
+      Exchange::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
   static_assert(used_bytes <= Shape::smem_bytes);
 
   // If all parameters are in registers, a step takes fewer.
@@ -47,9 +49,8 @@ struct ForwardGrid {
   }
   __device__ __forceinline__ void copy(int pack, int place) const { x.copy(pack, place); }
   __device__ __forceinline__ Loaded load(int place) const { return x.load(place); }
-  __device__ __forceinline__ void copy(long long turn, int pack, int place) {
-    begin_copies(turn);
-    x.copy(pack, place);
+  __device__ __forceinline__ Loaded load_again(long long turn, int col) const {
+    return call.load.template load<pack_size>(Shape::row(turn), col);
   }
   __device__ __forceinline__ void fetch_to_sum(int) {}
   __device__ __forceinline__ void fetch_to_write(int pack) { parameters.fetch(pack, 0); }
