@@ -5,9 +5,8 @@
 //
 // dynamic_smem()                   this block's dynamic shared memory, 128-byte aligned
 // prefetch(array, size)            called by one block: brings an array, or null, to the L2 cache
-// async_copy<size>(smem, global)   starts the copy of a pack of `size` elements. leaves_first: from
-//                                  the L2 cache, because nobody reads them again
-// store_pack_once(address, pack)   the same of a pack that is written
+// async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
+// store_pack_once(address, pack)   stores what leaves the L2 cache first; so does leaves_first
 // async_commit()                   the copies since the last commit become a group
 // async_wait<pending>()            until at most `pending` groups of this thread are in flight
 // load_once(pack, at, is_there)    replaces a pack, if it is there, that nobody else reads
