@@ -27,7 +27,9 @@ struct BackwardGrid {
   using StreamX = GridStream<X, tile, Exchange::smem_bytes>;
   using StreamDy = GridStream<Dy, tile, StreamX::last_byte>;
   static constexpr int place_bytes = StreamX::place_bytes + StreamDy::place_bytes;
-  static constexpr int used_bytes = Exchange::smem_bytes + Shape::bytes_of_places(place_bytes);
+  static constexpr int packs_in_flight = 4;  // of rows that are read twice
+  static constexpr int used_bytes =
+      Exchange::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
   static_assert(used_bytes <= Shape::smem_bytes);
   static constexpr int left_registers =
       Shape::spare_registers - Shape::num_packs * Sums::num_registers - (tile.exact ? 8 : 24);
@@ -58,9 +60,9 @@ struct BackwardGrid {
   __device__ __forceinline__ Loaded load(int place) const {
     return {x.load(place), dy.load(place)};
   }
-  __device__ __forceinline__ void copy(long long turn, int pack, int place) {
-    begin_copies(turn);
-    copy(pack, place);
+  __device__ __forceinline__ Loaded load_again(long long turn, int col) const {
+    return {call.load_x.template load<pack_size>(Shape::row(turn), col),
+            call.load_dy.template load<pack_size>(Shape::row(turn), col)};
   }
   __device__ __forceinline__ void fetch_to_sum(int pack) { parameters.fetch(pack, 1); }
   __device__ __forceinline__ void fetch_to_write(int pack) { parameters.fetch(pack, 0); }

@@ -16,20 +16,25 @@ struct ForwardGrid {
   using Loaded = Pack<X, pack_size>;
   using Row = RowStatistics<float>;
   using Sums = Nothing;
-  using StreamX = GridStream<X, tile, Exchange::smem_bytes>;
-  static constexpr int place_bytes = StreamX::place_bytes;
-  static constexpr int used_bytes = Exchange::smem_bytes + Shape::bytes_of_places(place_bytes);
+  static constexpr int place_bytes = Shape::step * static_cast<int>(sizeof(X));
+  static constexpr int packs_in_flight = 8;  // of rows that are read twice
+  static constexpr int used_bytes =
+      Exchange::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
   static_assert(used_bytes <= Shape::smem_bytes);
 
   // If all parameters are in registers, a step takes fewer.
   static constexpr bool all_fit =
       Shape::num_packs * static_cast<int>(sizeof(Kept)) <= 4 * (Shape::spare_registers + 16);
   static constexpr int spare_registers = Shape::spare_registers + (all_fit ? 16 : 0);
+  using Parameters = GridKept<Store, tile, spare_registers,
+                              Shape::keeps_rows ? Shape::smem_bytes - used_bytes : 0>;
+  // If some are fetched, they stay in the L2 cache, and rows leave it first.
+  using StreamX = GridStream<X, tile, Exchange::smem_bytes, Parameters::fetches>;
 
   const Forward<Load, Store>& call;
   Slice cols;
   StreamX x;
-  GridKept<Store, tile, spare_registers, Shape::smem_bytes - used_bytes> parameters;
+  Parameters parameters;
   float reciprocal, num_own_cols, num_cols_of_warp;
   LaneMoments moments;
   Sum<float, 1> squares;
@@ -47,9 +52,8 @@ struct ForwardGrid {
   }
   __device__ __forceinline__ void copy(int pack, int place) const { x.copy(pack, place); }
   __device__ __forceinline__ Loaded load(int place) const { return x.load(place); }
-  __device__ __forceinline__ void copy(long long turn, int pack, int place) {
-    begin_copies(turn);
-    x.copy(pack, place);
+  __device__ __forceinline__ Loaded load_again(long long turn, int col) const {
+    return call.load.template load<pack_size>(Shape::row(turn), col);
   }
   __device__ __forceinline__ void fetch_to_sum(int) {}
   __device__ __forceinline__ void fetch_to_write(int pack) { parameters.fetch(pack, 0); }
@@ -92,7 +96,12 @@ struct ForwardGrid {
     float values[pack_size], normalized[pack_size];
     unpack(loaded, values);
     row.template normalize<centered>(values, normalized);
-    call.store.store(Shape::row(turn), cols.first_col + Shape::col(pack), normalized, kept, true);
+    const int col = cols.first_col + Shape::col(pack);
+    if constexpr (Parameters::fetches) {
+      call.store.store_once(Shape::row(turn), col, normalized, kept);
+    } else {
+      call.store.store(Shape::row(turn), col, normalized, kept, true);
+    }
   }
   __device__ __forceinline__ Nothing sums_of(int) const { return {}; }
   __device__ __forceinline__ void write_sums(int, const Nothing&, bool) const {}

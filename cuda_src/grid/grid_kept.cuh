@@ -18,6 +18,7 @@ struct GridKept {
       Shape::keeps_rows ? Shape::clamp(registers * 4 / kept_bytes, 0, Shape::num_packs) : 0;
   static constexpr int in_smem = Shape::clamp(smem_bytes / (Shape::num_workers * kept_bytes), 0,
                                               Shape::num_packs - in_registers);
+  static constexpr bool fetches = in_registers + in_smem < Shape::num_packs;
 
   const Source& source;
   Slice cols;

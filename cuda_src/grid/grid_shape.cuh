@@ -17,7 +17,6 @@ struct GridShape {
   static constexpr int step = num_workers * tile.pack_size;
   static constexpr int num_packs = tile.packs_per_thread;  // of a row that a worker has
   static constexpr int num_slots = tile.stages;
-  static constexpr int ring_bytes = 96 * 1024;  // without slots
 
   // Packs that a worker takes in one step; a slot has those of one step. Few warps need more.
   static constexpr int packs_at_once = num_warps <= 8 ? 2 : 1;
@@ -27,18 +26,16 @@ struct GridShape {
   // between the blocks first. The packs of the next in_flight steps are on their way to shared
   // memory. So there are lag + 1 + in_flight slots.
   static constexpr bool keeps_rows = tile.stages > 0;
-  static constexpr int bytes_of_places(int place_bytes) {
-    return keeps_rows ? num_slots * packs_at_once * place_bytes
-                      : ring_bytes / place_bytes * place_bytes;
-  }
   static constexpr int most_lag = 6 * num_steps;  // six turns
   static constexpr int clamp(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
   }
-  // The lag if a quarter of the slots is in flight, and if an eighth is. Between these two it is
-  // three turns.
+  // The lag if a quarter of the slots is in flight, and if an eighth is, two where that leaves two
+  // turns. Between these two it is three turns.
   static constexpr int lag_of_quarter = tile.stages - 1 - clamp(tile.stages / 4, 1, 64);
-  static constexpr int lag_of_eighth = tile.stages - 1 - clamp(tile.stages / 8, 1, 64);
+  static constexpr int fewest_in_flight = tile.stages >= 2 * num_steps + 3 ? 2 : 1;
+  static constexpr int lag_of_eighth =
+      tile.stages - 1 - clamp(tile.stages / 8, fewest_in_flight, 64);
   static constexpr int wanted_lag = clamp(3 * num_steps, lag_of_quarter, lag_of_eighth);
   static constexpr int lag = clamp(wanted_lag, num_steps, most_lag);
   static constexpr int in_flight = tile.stages - 1 - lag;

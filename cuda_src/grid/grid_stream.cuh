@@ -5,7 +5,7 @@
 
 // A place has one pack of each worker. The first place begins at first_byte; `place` is another
 // one's distance from it in bytes.
-template <class X, Tile tile, int first_byte>
+template <class X, Tile tile, int first_byte, bool leaves_first = false>
 struct GridStream {
   using Shape = GridShape<tile>;
   static constexpr int pack_size = tile.pack_size;
@@ -19,7 +19,7 @@ struct GridStream {
     copied = load.row_start(Shape::row(turn)) + cols.first_col + Shape::col(0);
   }
   __device__ __forceinline__ void copy(int pack, int place) const {
-    async_copy<pack_size>(at(place), copied + pack * Shape::step);
+    async_copy<pack_size, leaves_first>(at(place), copied + pack * Shape::step);
   }
   __device__ __forceinline__ Pack<X, pack_size> load(int place) const {
     return load_pack<pack_size>(at(place));

@@ -5,7 +5,6 @@
 // dweight and dbias of only one pack are in registers.
 #pragma once
 #include "grid_exchange.cuh"
-#include "memory.cuh"
 
 // The row that a lane has, to all lanes. Row: of floats.
 template <class Row>
@@ -18,69 +17,39 @@ __device__ __forceinline__ Row row_of_lane(const Row& row, int lane) {
   return found;
 }
 
-// Packs travel through a ring of places in shared memory. Work: see grid_turns.cuh.
+// Work: see grid_turns.cuh.
 template <class Work>
 struct GridTwice {
   using Shape = typename Work::Shape;
+  using Loaded = typename Work::Loaded;
   using Row = typename Work::Row;
-  static constexpr int rows_at_once = 32, num_packs = Shape::num_packs;
-  static constexpr int ahead = Shape::ring_bytes / Work::place_bytes - 1;  // packs in flight
-  static constexpr int end = (ahead + 1) * Work::place_bytes;
+  static constexpr int most_rows = 32, packs_at_once = Work::packs_in_flight, rows_at_once = 4;
 
   const typename Work::Exchange& exchange;
   Work& work;
   long long num_turns;
-  int place = 0, free_place = 0;
 
   __device__ __forceinline__ void run() {
     work.parameters.load_all();
     if (num_turns == 0) {  // there are more groups than rows
-      for (int pack = 0; pack < num_packs; ++pack)
+      for (int pack = 0; pack < Shape::num_packs; ++pack)
         if (present(pack)) work.write_sums(pack, typename Work::Sums{}, false);
     }
-    for (long long first = 0; first < num_turns; first += rows_at_once) {
-      const int count = static_cast<int>(min(num_turns - first, 0LL + rows_at_once));
+    for (long long first = 0; first < num_turns; first += most_rows) {
+      const int count = static_cast<int>(min(num_turns - first, 0LL + most_rows));
       const Row rows = sum_rows(first, count);
       if (work.cols.size() > 0) write_rows(first, count, rows);
     }
   }
 
  private:
-  __device__ __forceinline__ static void advance(int& place) {
-    place = place + Work::place_bytes == end ? 0 : place + Work::place_bytes;
-  }
   __device__ __forceinline__ bool present(int pack) const {
     return Shape::col(pack) < work.cols.size();
   }
-  __device__ __forceinline__ void copy_pack(long long turn, int pack) {
-    if (present(pack)) work.copy(turn, pack, free_place);
-  }
-  // Calls use(outer, inner) for all pairs of two numbers, when what begin(outer, inner) copies has
-  // arrived in `place`.
-  template <class Begin, class Use>
-  __device__ __forceinline__ void for_each(int num_outer, int num_inner, Begin begin, Use use) {
-    int outer_ahead = 0, inner_ahead = 0;
-    const auto copy = [&] {
-      if (outer_ahead < num_outer) {
-        begin(outer_ahead, inner_ahead);
-        inner_ahead = inner_ahead + 1 == num_inner ? 0 : inner_ahead + 1;
-        outer_ahead += inner_ahead == 0;
-      }
-      async_commit();
-      advance(free_place);
-    };
-    for (int at = 0; at < ahead; ++at) copy();
-    for (int outer = 0; outer < num_outer; ++outer) {
-#pragma unroll 1
-      for (int inner = 0; inner < num_inner; ++inner) {
-        copy();
-        async_wait<ahead>();
-        use(outer, inner);
-        advance(place);
-      }
-    }
-    async_wait<0>();
-    free_place = place = 0;
+  // Of a pack; of the last one of the slice, if the pack lies beyond it.
+  __device__ __forceinline__ Loaded load(long long turn, int pack) const {
+    const int col = min(Shape::col(pack), work.cols.size() - Work::pack_size);
+    return work.load_again(turn, work.cols.first_col + col);
   }
   // Lane k gets row first + k.
   __device__ __forceinline__ Row sum_rows(long long first, int count) {
@@ -90,30 +59,46 @@ struct GridTwice {
       work.finish_row(first + at, row, exchange.total(first + at));
       if (threadIdx.x % 32 == at) rows = row;
     };
-    for_each(
-        count, num_packs, [&](int at, int pack) { copy_pack(first + at, pack); },
-        [&](int at, int pack) {
-          if (pack == 0) work.begin_sums(first + at);
-          if (present(pack)) work.sum(pack, work.load(place), work.to_sum_any(pack));
-          if (pack + 1 < num_packs) return;
-          if (at >= Shape::turns_behind) receive(at - Shape::turns_behind);
-          exchange.put(first + at, work.value());
-        });
+    const int num_packs = work.cols.size() > 0 ? Shape::num_packs : 0;
+    for (int at = 0; at < count; ++at) {
+      work.begin_sums(first + at);
+#pragma unroll 1
+      for (int pack = 0; pack < num_packs; pack += packs_at_once) {
+        Loaded loaded[packs_at_once];
+#pragma unroll
+        for (int each = 0; each < packs_at_once; ++each)
+          loaded[each] = load(first + at, pack + each);
+#pragma unroll
+        for (int each = 0; each < packs_at_once; ++each)
+          if (present(pack + each))
+            work.sum(pack + each, loaded[each], work.to_sum_any(pack + each));
+      }
+      if (at >= Shape::turns_behind) receive(at - Shape::turns_behind);
+      exchange.put(first + at, work.value());
+    }
     for (int at = max(0, count - Shape::turns_behind); at < count; ++at) receive(at);
     return rows;
   }
   __device__ __forceinline__ void write_rows(long long first, int count, const Row& rows) {
-    typename Work::Kept kept;
-    typename Work::Sums sums;
-    for_each(
-        num_packs, count, [&](int pack, int at) { copy_pack(first + at, pack); },
-        [&](int pack, int at) {
-          if (at == 0) sums = {};
-          if (at == 0 && present(pack)) kept = work.parameters.of_any(pack);
-          const Row row = row_of_lane(rows, at);
-          if (!present(pack)) return;
-          work.write(first + at, row, pack, work.load(place), kept, sums);
-          if (at + 1 == count) work.write_sums(pack, sums, first > 0);
-        });
+#pragma unroll 1
+    for (int pack = 0; pack < Shape::num_packs; ++pack) {
+      typename Work::Kept kept;
+      typename Work::Sums sums;
+      if (present(pack)) kept = work.parameters.of_any(pack);
+#pragma unroll 1
+      for (int at = 0; at < count; at += rows_at_once) {
+        Loaded loaded[rows_at_once];
+#pragma unroll
+        for (int each = 0; each < rows_at_once; ++each)
+          loaded[each] = load(first + min(at + each, count - 1), pack);
+#pragma unroll
+        for (int each = 0; each < rows_at_once; ++each) {
+          const Row row = row_of_lane(rows, min(at + each, count - 1));
+          if (present(pack) && at + each < count)
+            work.write(first + at + each, row, pack, loaded[each], kept, sums);
+        }
+      }
+      if (present(pack)) work.write_sums(pack, sums, first > 0);
+    }
   }
 };
