@@ -32,10 +32,13 @@ class GradientLayer(torch.nn.Module):
         """The weights and biases that the layer holds now."""
         return [*self._weights(), *self._biases()]
 
-    def _begin_forward(self, is_first_microbatch: bool | None) -> None:
-        """Notes a forward that is not recorded: a checkpoint may record it later."""
+    def _begin_forward(self) -> None:
+        """Notes the DistributedDataParallel around a forward."""
         if self.delay_wgrad_compute and not is_compiling():
             self._data_parallel.begin_forward()
+
+    def _end_forward(self, is_first_microbatch: bool | None) -> None:
+        """Notes a forward that is not recorded: a checkpoint may record it later."""
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
             self._begins_later = self._begins_later or not torch.is_grad_enabled()
 

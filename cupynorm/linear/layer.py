@@ -61,6 +61,7 @@ class LinearLayer(Fp8Layer):
 
         region: of _region(), which must be asked once in each call.
         """
+        self._begin_forward()
         if region is not None:
             # A checkpoint may run its layers without recording them, and again in backward.
             keeps_amaxes = torch.is_grad_enabled() or (
@@ -84,7 +85,7 @@ class LinearLayer(Fp8Layer):
             if self._has_sink():
                 project = modes.run_untraced(self._project_to_sink)
             results = project(operands, is_first_microbatch)
-        self._begin_forward(is_first_microbatch)  # last: a call that is refused changes nothing
+        self._end_forward(is_first_microbatch)  # last: a call that is refused changes nothing
         return results
 
     def _project_to_sink(
