@@ -22,7 +22,6 @@ has_functorch_transforms = torch._C._are_functorch_transforms_active
 # still trace what that function calls.
 present_tracer = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 _proxies = getattr(torch._C, "_TorchDispatchModeKey", None)  # the key of make_fx's mode
 
 # Whether torch.compile knows the answer of is_transformed(). Older versions answer False inside of
@@ -40,9 +39,12 @@ def is_recorded() -> bool:
 
     torch.compile does not: its graphs run where the call was made.
     """
+    # torch.compile takes is_exporting() for True in torch 2.11.
+    if getattr(torch.compiler, "_is_exporting_flag", False):
+        return True
     if is_compiling() or not num_dispatch_modes():
-        return _is_exporting()
-    return _is_exporting() or torch._C._get_dispatch_mode(_proxies.PROXY) is not None
+        return False
+    return torch._C._get_dispatch_mode(_proxies.PROXY) is not None
 
 
 def are_plain(tensors: Iterable[object]) -> bool:
