@@ -36,7 +36,7 @@ def batches(kernels: list[Kernel], size: int) -> list[list[Kernel]]:
 
 
 def resources_of(kernels: list[Kernel], compute_capability: int) -> dict[Kernel, Resources]:
-    """As compile_for, of kernels of one source, which is read once for all of them."""
+    """As compile_for, of kernels of one source and architecture: the source is read once."""
     from cupy.cuda import get_cuda_path
     from cupy_backends.cuda.libs import nvrtc as library
 
@@ -78,14 +78,18 @@ def test_kernels_compiled_together_use_the_same_resources():
 def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
     """A spill means that the tile has too many elements or blocks for the registers."""
     found = instances(compute_capability)
-    kernels = sorted(found, key=lambda kernel: (kernel.source, kernel.name_expression))
+
+    def compiled_with(kernel: Kernel) -> tuple[str, str]:
+        return kernel.source, kernel.architecture or ""
+
+    kernels = sorted(found, key=lambda kernel: (*compiled_with(kernel), kernel.name_expression))
     if not HAS_TIME and compute_capability in SHARES:
         first, step = SHARES[compute_capability]
         kernels = kernels[first::step]
     reports = {}
     of_part = kernels[part :: PARTS[compute_capability]]
-    for _, of_source in itertools.groupby(of_part, key=lambda kernel: kernel.source):
-        for batch in batches(list(of_source), 16):
+    for _, group in itertools.groupby(of_part, key=compiled_with):
+        for batch in batches(list(group), 16):
             reports |= resources_of(batch, compute_capability)
     spilled = [
         f"{found[kernel]}: {used.registers} registers, "
