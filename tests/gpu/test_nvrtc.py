@@ -54,6 +54,7 @@ def test_source_is_a_digest_and_one_include(folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [path.relative_to(cuda_src()) for path in source_files().values()], ids=str
 )

@@ -106,6 +106,7 @@ def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
             assert used.stack_bytes == 0, frame
 
 
+@pytest.mark.slow
 def test_the_grid_meets_every_strategy():
     """The kernels compiled above are of every .cu file, clusters only where there are any."""
     for compute_capability in ARCHITECTURES:

@@ -60,6 +60,7 @@ def by_safetensors(saver, loader, path):
 WAYS = (by_checkpoint, by_model_state_dict, by_full_state_dict, by_torch, by_safetensors)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way, of_saver, of_loader", by_turns(WAYS, TRAINED, TRAINED))
 def test_states_of_any_length_are_loaded(way, of_saver, of_loader, tmp_path):

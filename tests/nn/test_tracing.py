@@ -176,6 +176,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_recorded_models_take_any_rows_in_any_context(way, context):

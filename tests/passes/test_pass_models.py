@@ -79,6 +79,7 @@ def expected_graphs() -> dict[str, str]:
     return {name: part.strip() for name, part in zip(parts[::2], parts[1::2])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_graphs_and_results(case):
     """The graphs are the expected ones, and results are as near to float64 as eager ones."""
@@ -127,6 +128,7 @@ def test_a_graph_for_any_number_of_rows(case):
     assert [change.done for change in passes.report.changes[:2]] == ["replaced"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2", "bert_autocast", "llama"])
 def test_activation_checkpoints(case):
     """A block is computed again in backward."""

@@ -186,6 +186,7 @@ TILES_OF_CALLERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["A100", "RTX 4090", "H200", "B200", "RTX 5090"])
 @pytest.mark.parametrize("scaling", ["block", "mx"])
 def test_no_plan_splits_the_block_of_a_scale(scaling, device):

@@ -36,6 +36,7 @@ def problems(device):
     yield plan(4096, residual=True, device=device).problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["H200", "A100", "RTX 4090", "B200"])
 def test_candidates_are_valid_and_few(name):
     device = DEVICES[name]

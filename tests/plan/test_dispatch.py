@@ -169,6 +169,7 @@ def test_wider_rows_never_get_an_earlier_strategy(device, dtype, direction):
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ("layer_norm", "rms_norm"))
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("device", GPUS)

@@ -78,6 +78,7 @@ def set_tile(field, value):
     return lambda content: content["tiles"][0]["tile"].update({field: value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change,sentence",
     [
