@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+import pytest
 from repository_files import MODULES, PACKAGE, PYTHON, REPOSITORY
 
 MOST_POSITIONAL = 6
@@ -50,6 +51,7 @@ def test_positional_parameters_are_counted():
     assert positional_parameters(text) == {"f": 3, "C.m": 1, "C.m.inner": 2, "C.k": 0}
 
 
+@pytest.mark.slow
 def test_functions_have_few_positional_parameters():
     """Those of all Python files; pytest calls tests by name."""
     others = {

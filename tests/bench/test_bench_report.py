@@ -270,6 +270,7 @@ def test_the_file_in_the_notebooks_folder_is_read():
 # Plots.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix,beginning", [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_a_plot_is_written(tmp_path, suffix, beginning):
     pytest.importorskip("matplotlib")

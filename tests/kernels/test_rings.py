@@ -73,8 +73,9 @@ def test_x_hat_is_rounded_in_a_ring(tile, small, tile_of_backward):
 
 
 # Fewer turns than stages, as many, and so many that each slot and buffer is used several times.
-@pytest.mark.slow
-@pytest.mark.parametrize("turns", [1, 3, 12])
+@pytest.mark.parametrize(
+    "turns", [*(pytest.param(turns, marks=pytest.mark.slow) for turns in (1, 3)), 12]
+)
 @pytest.mark.parametrize("ring", RINGS)
 def test_ring(ring, turns, small, tile_of_backward):
     norm, dtype, packs, tile = RINGS[ring]

@@ -59,6 +59,7 @@ def test_the_error_names_a_torch_without_sharding_rules(monkeypatch):
         parallel._register_once.__wrapped__()
 
 
+@pytest.mark.slow
 def test_dtensors_are_not_imported_for_plain_tensors():
     """The import takes seconds."""
     script = (

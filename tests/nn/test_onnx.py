@@ -89,10 +89,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["layer_norm", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CALLS)[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
 def test_calls(name):
     function, options, inputs = CALLS[name]
     module = Call(function, **options)

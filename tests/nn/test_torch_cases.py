@@ -107,6 +107,7 @@ def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, 
     return sum(value.size for value in got.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @BOTH
 def test_sample_inputs_of_torch_give_its_results(name, dtype, ops):

@@ -333,6 +333,7 @@ def test_saved_tensors_may_be_packed():
         assert all(map(torch.equal, gradients(), expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["3", True, 1.5])
 def test_the_compiler_refuses_the_seeds_that_eager_mode_does(compile_anew, seed):
     call = compile_anew(

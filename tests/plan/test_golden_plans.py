@@ -72,6 +72,7 @@ def rows():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", GPUS)
 def test_plans_are_the_golden_ones(device):
     with FILE.open(encoding="utf-8", newline="") as file:

@@ -225,6 +225,7 @@ def bytes_of_structs(tmp_path_factory) -> dict[str, int]:
     return dict(zip(LAYOUTS, found.tolist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shared_memory_of_the_structs(name, bytes_of_structs):
     layout = LAYOUTS[name]
