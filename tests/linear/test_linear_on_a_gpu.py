@@ -8,6 +8,7 @@ import copy
 import pytest
 
 torch = pytest.importorskip("torch")
+from cuda_graphs import side_stream  # noqa: E402
 from fp8_linear_cases import RECIPES, make  # noqa: E402
 
 from cupynorm import BlockScaling, CurrentScaling, Linear, fp8_autocast  # noqa: E402
@@ -39,11 +40,9 @@ def test_steps_in_a_cuda_graph(recipe, make_layer):
         y.backward(dy)
         return y
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    with side_stream():
         for _ in range(3):
             run(module), run(twin)
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = run(module)

@@ -9,6 +9,7 @@ import pytest
 import cupynorm
 
 torch = pytest.importorskip("torch")
+from cuda_graphs import side_stream  # noqa: E402
 from module_inputs import random_input  # noqa: E402
 
 
@@ -60,13 +61,10 @@ def test_a_training_step_in_a_graph(num_cols, dtype):
         x.grad = None
         model.zero_grad(set_to_none=True)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream():
         for _ in range(2):
             forget()
             step()
-    torch.cuda.current_stream().wait_stream(side)
     forget()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

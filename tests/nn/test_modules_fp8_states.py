@@ -15,6 +15,7 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 
+from cuda_graphs import side_stream  # noqa: E402
 from fp8_modules import BOTH, make, random, raw  # noqa: E402
 
 from cupynorm import (  # noqa: E402
@@ -307,12 +308,9 @@ def test_steps_in_a_cuda_graph_are_the_eager_ones(recipe):
         made.dequantize().backward(dy)
         return made
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream():
         for _ in range(3):
             run(module), run(twin)
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = run(module)

@@ -12,6 +12,7 @@ from delayed_scaling import Machine
 import cupynorm
 
 torch = pytest.importorskip("torch")
+from cuda_graphs import side_stream  # noqa: E402
 from norm_calls import DEVICES  # noqa: E402
 
 from cupynorm.nn import amaxes, autocast, fp8, quantization, recipes  # noqa: E402
@@ -239,10 +240,8 @@ def test_a_step_of_delayed_scaling_in_a_cuda_graph():
         scales.update(recipe)
         return data
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    with side_stream():
         step(Scales((recipes.E4M3,), length, torch.device("cuda")))
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step(scales)

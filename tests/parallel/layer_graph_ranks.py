@@ -10,6 +10,7 @@ import contextlib
 from functools import partial
 
 import torch
+from cuda_graphs import side_stream
 from layer_cases import (
     CHECKS,
     DEVICE,
@@ -98,15 +99,6 @@ def captured(steps: Steps):
         return y
 
     return replay
-
-
-@contextlib.contextmanager
-def side_stream():
-    side, present = torch.cuda.Stream(), torch.cuda.current_stream()
-    side.wait_stream(present)
-    with torch.cuda.stream(side):
-        yield side
-    present.wait_stream(side)
 
 
 def in_a_graph(case: Case, options: dict, recipe, rank: int) -> None:
