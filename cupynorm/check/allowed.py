@@ -2,8 +2,8 @@
 
 u is the rounding error of the arithmetic: 2^-24, and 2^-53 for float64. h(v) is half a unit in the
 last place of the output's dtype at v; of a gradient v is as large as the other terms allow. n is
-num_cols. g = u * (4 + sqrt(n)): the errors of a sum of
-n rounded terms add up like a random walk. All is per element.
+num_cols. g = u * (4 + sqrt(n)): the errors of a sum of n rounded terms add up like a random walk.
+All is per element.
 
     x_hat    e = (g * a * (1 + |x_hat|) + g * c) * (1 + q) + q * |x_hat| + m + m^2 * |x_hat|
              a = max(1, var / |var + eps|): a negative eps makes rstd more sensitive.
