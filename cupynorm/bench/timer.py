@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..gpu import nvrtc
 
 _FLUSH_BYTES = 2**28
-_MAX_FLUSHES = 256
+_MAX_FLUSHES = 1024  # about as many as a stream's queue holds: more would make the host wait
 
 
 class Runner(NamedTuple):
@@ -48,7 +48,7 @@ class Timer:
         self.num_flushes: dict[Callable, int] = {}  # that each call needs to hide its host time
 
     def sample(self, runner: Runner) -> float:
-        """Microseconds of one call. RuntimeError for a call that waits for the GPU."""
+        """Microseconds of one call. RuntimeError if the GPU is always done before the host."""
         num_flushes = self.num_flushes.get(runner.call, 1)
         while num_flushes <= _MAX_FLUSHES:
             if runner.before:
@@ -65,8 +65,8 @@ class Timer:
                 return self.elapsed(self.start, self.stop) * 1e3
             num_flushes *= 2
         raise RuntimeError(
-            "the host does not run ahead of the GPU: the call waits for the GPU, "
-            "so its kernel time is not measured"
+            "the host does not run ahead of the GPU, so the call's kernel time is not measured: "
+            "the call waits for the GPU, or other processes keep the host busy"
         )
 
     @classmethod
