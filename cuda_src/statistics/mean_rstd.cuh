@@ -14,7 +14,7 @@ __device__ __forceinline__ Compute divide(Compute numerator, Compute denominator
   return fma(fma(-quotient, denominator, numerator), reciprocal, quotient);
 }
 
-// Mean and rstd of a row. The mean as it is computed first, `first`, has a rounding error, `rest`.
+// Mean and rstd of a row. The mean is first + rest: a number next to it, and what that is off by.
 // x_hat is (value - first) * rstd + shift, which takes both into account: a large mean costs no
 // digits.
 template <class Compute>
@@ -45,20 +45,24 @@ __device__ __forceinline__ RowStatistics<Compute> uncentered(Compute squares, Co
 }
 
 // From the sums of (value - first) and of its square, where `first` is nearly the mean.
-template <class Compute>
+// moves_first: to the rounded mean, which in a constant row is its value. If `first` is that value
+// already it stays, because differences that are still in registers are used again.
+template <bool moves_first = false, class Compute>
 __device__ __forceinline__ RowStatistics<Compute> corrected(Compute first,
                                                             const Sum<Compute, 2>& deviations,
                                                             Compute count, double eps) {
   const Compute reciprocal = Compute(1) / count;
   const Compute correction = divide(deviations.part[0], count, reciprocal);
-  const Compute mean_square = deviations.part[1] * reciprocal;
-  const Compute excess = correction * correction;
+  // The excess of the squares around `first`: in a constant row all of them, exactly.
+  const Compute squares = deviations.part[1], excess = deviations.part[0] * correction;
   // Leaves out an excess that overflowed: the variance is then infinite, not NaN. (x - x is 0 only
   // for finite x.)
-  const Compute variance = excess - excess == 0 ? mean_square - excess : mean_square;
-  // Rounding can make the variance of a constant row slightly negative. The comparison keeps NaN; a
-  // maximum would not.
+  const Compute variance = (excess - excess == 0 ? squares - excess : squares) * reciprocal;
+  // Rounding can make the variance slightly negative where it is near 0. The comparison keeps NaN;
+  // a maximum would not.
   const Compute rstd =
       rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
-  return {first + correction, rstd, first, -correction * rstd};
+  const Compute mean = first + correction;
+  if constexpr (moves_first) return {mean, rstd, mean, (mean - first - correction) * rstd};
+  return {mean, rstd, first, -correction * rstd};
 }

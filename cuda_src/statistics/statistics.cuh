@@ -69,7 +69,8 @@ __device__ __forceinline__ RowStatistics<Compute> two_pass_statistics(Row& row, 
   const Deviations deviations = reduce.all(of_packs.total());
   static_assert(sums_rest || !has_origin);
   const Compute rest = sums_rest ? deviations.part[sums_rest] : fma(-first, count, total.part[0]);
-  return corrected(first, {{rest, deviations.part[0]}}, count, eps);
+  constexpr bool moves_first = sums_rest && !has_origin;
+  return corrected<moves_first>(first, {{rest, deviations.part[0]}}, count, eps);
 }
 
 template <class Compute, class Row, class Reduce>

@@ -170,7 +170,7 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
     for threads, most_packs in _GRID_THREADS.items():
         tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
         block = grid_block(problem, tile)
-        stages = min(block.most_stages, _MOST_GRID_STAGES)
+        stages = min(block.most_stages, max(_MOST_GRID_STAGES, block.fewest_stages))
         tile = replace(tile, packs_per_thread=block.packs, exact=int(block.exact), stages=stages)
         if not fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
             return None

@@ -24,7 +24,7 @@ ONE_PASS = {
     "statistics.cuh": [
         (TWO_PASS, "centered_values[at] = values[at];"),
         (
-            "corrected(first, {{rest, deviations.part[0]}}, count, eps)",
+            "corrected<moves_first>(first, {{rest, deviations.part[0]}}, count, eps)",
             """
         corrected(first, {{0, deviations.part[0] - count * first * first}}, count, eps)""",
         ),

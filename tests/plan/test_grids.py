@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,9 @@ from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose, make_plan
 from cupynorm.plan.grids import blocks_of_groups, queued_bundles
+from cupynorm.plan.paths import grid_tile
 from cupynorm.plan.problem import Layout, Tile, ceil_div
+from cupynorm.plan.tile_model import grid_block
 
 
 def test_reason_of_a_plan_names_the_lanes_of_few_rows():
@@ -100,6 +103,22 @@ def test_num_rows_changes_only_the_grid():
                 else device.num_sms
             )
             assert made[-1].launches[0].grid_size == resident * choose(problem, device).resident
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_rows_on_path_grid_have_slots_enough(dtype, direction):
+    """Rows of single elements or pairs take more steps than there are slots for wide packs."""
+    most_packs = 0
+    for num_cols in np.geomspace(2**18, 2**23, 300).astype(int):
+        for weight, limit in itertools.product((dtype, "float64", None), (1, 2)):
+            layout = Layout(min(limit, 2 - int(num_cols) % 2), contiguous=True)
+            problem = problem_of(int(num_cols), dtype, direction, weight=weight, layout=layout)
+            tile = grid_tile(problem, DEVICES["H200"])
+            if tile and tile.stages:
+                assert tile.stages >= grid_block(problem, tile).fewest_stages, problem
+                most_packs = max(most_packs, tile.packs_per_thread)
+    assert most_packs >= 32
 
 
 def test_empty_problems_have_no_launches():
