@@ -66,7 +66,7 @@ _BUNDLE_ELEMENTS = {
 # tensors. Otherwise all.
 _GRID_SLICE_BYTES = 64 * 1024
 # Threads of a block, and the most packs of a row that each takes, because its code for one pack
-# follows that for another. The most stages, and the fewest blocks.
+# follows that for another. The most stages, if a row needs no more, and the fewest blocks.
 _GRID_THREADS, _MOST_GRID_STAGES, _FEWEST_GRID_BLOCKS = {384: 32, 640: 36}, 32, 16
 _MOST_GRID_COLS = 2**30  # columns are ints
 

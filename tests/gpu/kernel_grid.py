@@ -102,8 +102,9 @@ RING_PROBLEMS = [
     _dtypes("float32", "backward"),
     _dtypes("bfloat16", "backward", **MIXED),
 ]
-# Rows that groups of blocks share: with room for more rows, for one and a half, and for less.
-SHARED_WIDTHS = (750_000, 1 << 21, 1 << 22, 1 << 23)
+# Rows that groups of blocks share: of single elements, with room for more rows, for one and a half,
+# and for less.
+SHARED_WIDTHS = (496_585, 750_000, 1 << 21, 1 << 22, 1 << 23)
 SHARED_PROBLEMS = [
     _dtypes(dtype, direction, **options)
     for dtype, options in (("bfloat16", {}), ("float32", {}), ("bfloat16", MIXED))
