@@ -72,7 +72,8 @@ def short_markdown(result: BenchResult) -> str:
         rows.append([f"{num_cols:,}", *cells])
     copies = [each.gigabytes_per_second(COPY) / 1e3 for each in family]
     title = ", ".join(dict.fromkeys(f"{each.cell.norm}, {each.cell.details}" for each in family))
-    speed = f"{min(copies):.1f} to {max(copies):.1f} TB/s" if copies else "not measured"
+    speeds = dict.fromkeys(f"{each:.1f}" for each in (min(copies), max(copies))) if copies else {}
+    speed = f"{' to '.join(speeds)} TB/s" if speeds else "not measured"
     lines = [f"{result.headline()}.", f"{result.method()}."]
     lines += [
         f"{title}: share of a copy's speed ({speed}). Bold: the fastest, or within its spread."
