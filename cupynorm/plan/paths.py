@@ -66,10 +66,8 @@ _BUNDLE_ELEMENTS = {
 # tensors. Otherwise all.
 _GRID_SLICE_BYTES = 64 * 1024
 # Threads of a block, and the most packs of a row that each takes, because its code for one pack
-# follows that for another. The most stages; if they are small, the most bytes of all. The fewest
-# blocks.
-_GRID_THREADS, _MOST_GRID_STAGES, _FEWEST_GRID_BLOCKS = {384: 32, 640: 36}, 32, 16
-_GRID_STAGES_BYTES = 128 * 1024
+# follows that for another. The fewest blocks.
+_GRID_THREADS, _FEWEST_GRID_BLOCKS = {384: 32, 640: 36}, 16
 _MOST_GRID_COLS = 2**30  # columns are ints
 
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
@@ -172,13 +170,15 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
     for threads, most_packs in _GRID_THREADS.items():
         tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
         block = grid_block(problem, tile)
-        small_stages = max(_GRID_STAGES_BYTES // block.stage_bytes, block.fewest_stages)
-        most_stages = max(_MOST_GRID_STAGES, small_stages)
-        stages = min(block.most_stages, most_stages)
-        tile = replace(tile, packs_per_thread=block.packs, exact=int(block.exact), stages=stages)
+        tile = replace(
+            tile,
+            packs_per_thread=block.packs,
+            exact=int(block.exact),
+            stages=block.most_stages,
+        )
         if not fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
             return None
-        if stages and block.packs <= most_packs:
+        if tile.stages and block.packs <= most_packs:
             return tile
     return replace(tile, stages=0) if problem.num_cols <= _MOST_GRID_COLS else None
 
