@@ -22,6 +22,9 @@ has_functorch_transforms = torch._C._are_functorch_transforms_active
 # still trace what that function calls.
 present_tracer = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
+# torch 2.4 has no such function.
+top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 _proxies = getattr(torch._C, "_TorchDispatchModeKey", None)  # the key of make_fx's mode
 
 # Whether torch.compile knows the answer of is_transformed(). Older versions answer False inside of
