@@ -61,6 +61,11 @@ def normalize_and_project(
         # The operator cannot use a sink. Subclasses that torch need not ask are dropped.
         tensors = tuple(map(_without_subclass, tensors))
         is_plain = modes.are_plain(tensors)
+        if not is_plain and not modes.is_recorded():  # recorded, autograd gets the gradients
+            raise NotImplementedError(
+                "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with "
+                "tensors of a class of their own; expected plain tensors"
+            )
         operands = Operands.split(tensors, len(operands.weights))
         call = LinearCall(operands, options)
     if modes.compiler_sees_transforms or not compiling:
