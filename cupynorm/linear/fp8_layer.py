@@ -102,7 +102,7 @@ class Fp8Layer(GradientLayer):
     def _run_in_fp8(
         self, call: RegionCall, operands: Operands, fp8_output: bool
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-        _refuse_transforms()
+        _refuse_transforms(operands)
         if operands.input.is_meta:
             arrays.check_addresses(input=operands.input)  # raises
         call = self._checked(call, operands, fp8_output)
@@ -196,7 +196,7 @@ class Fp8Layer(GradientLayer):
     def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
         if modes.is_inside_backward():
             return  # a checkpoint runs the call again
-        _refuse_transforms()
+        _refuse_transforms(operands)
         if operands.input.is_nested:
             values = nested.Packing(operands.input, 1).values(operands.input, "input")
             operands = operands._replace(input=values)
@@ -296,12 +296,13 @@ class Fp8Layer(GradientLayer):
         self._drop_derived()
 
 
-def _refuse_transforms() -> None:
+def _refuse_transforms(operands: Operands) -> None:
     if modes.is_jit_traced():
         raise NotImplementedError(
             "torch.jit.trace was asked to record a layer inside fp8_autocast; expected it outside"
         )
-    if modes.has_functorch_transforms():
+    if modes.has_functorch_transforms() or modes.have_tangents(operands.all):
         raise NotImplementedError(
-            "torch.func was asked to transform a layer inside fp8_autocast; expected it outside"
+            "torch.func or forward mode was asked to transform a layer inside fp8_autocast; "
+            "expected it outside"
         )

@@ -206,9 +206,10 @@ class Projected(torch.autograd.Function):
         weights, biases = parts[: ctx.num_weights], parts[ctx.num_weights :]
         incoming = compute.Incoming(dy, dnormalized, dsum)
         arrived = [each for each in incoming if each is not None]
-        if any(map(modes.is_mapped, arrived)) or modes.is_transformed():
+        compiling = _is_compiling()  # by compiled autograd
+        if not compiling and (any(map(modes.is_mapped, arrived)) or modes.is_transformed()):
             norms, normalized, weight = FORMULAS, None, None
-        elif torch.is_grad_enabled():  # create_graph=True
+        elif torch.is_grad_enabled() or (compiling and ctx.sink is None):  # create_graph=True
             norms, normalized, weight = OPERATORS, None, None
         else:
             norms, weight = KERNELS, join(weights) if cast is None else cast
@@ -222,7 +223,8 @@ class Projected(torch.autograd.Function):
                 weight = concatenate(weights, ctx.options.dtype)
             saved = compute.Saved(norm, normalized, weight, weights, biases)
             wanted = ctx.needs_input_grad[3:]
-            gradients = compute.gradients(norms, ctx.options, saved, incoming, wanted, ctx.sink)
+            run = compute.gradients if ctx.sink is None else modes.run_untraced(compute.gradients)
+            gradients = run(norms, ctx.options, saved, incoming, wanted, ctx.sink)
         return None, None, None, *gradients
 
 

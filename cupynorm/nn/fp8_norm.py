@@ -13,7 +13,7 @@ from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quan
 from ..norm.route import normalize
 from . import amaxes, autocast, dtensor, fp8
 from .dtypes import name_of
-from .modes import is_recorded, wants_gradient
+from .modes import is_recorded, is_transformed, wants_gradient
 from .past_calls import PastCall, PastCalls
 from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
@@ -126,7 +126,7 @@ class Fp8Norm(torch.nn.Module):
                 "fp8_output=False"
             )
         is_sharded = dtensor.is_any(input)
-        if not is_sharded:
+        if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
         # A checkpoint may run its layers without recording them, and again in backward.
         keeps_amaxes = torch.is_grad_enabled() or (

@@ -66,6 +66,15 @@ def wants_gradient(*tensors: object) -> bool:
     return False
 
 
+def have_tangents(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether forward mode differentiates any of them. A transform of torch.func does not count."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(
+        each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors
+    )
+
+
 def stream_of(tensor: torch.Tensor) -> tuple[int, bool] | None:
     """The current stream of a tensor's GPU, and whether a CUDA graph captures it; None on a CPU.
 
