@@ -18,7 +18,7 @@ from .recipes import DelayedScaling, Recipe
 from .second_names import either
 
 
-@dataclass
+@dataclass(eq=False)
 class Region:
     """The inside of a fp8_autocast.
 
@@ -171,14 +171,13 @@ def fp8_autocast(
     )
     if is_recorded and recipe.reduce_amax and not any(each is group for each in groups):
         groups.append(group)
-    _regions.append(region)
     is_complete = False
-    try:
+    try:  # an interrupt may come after each call, also of append
+        _regions.append(region)
         yield
         is_complete = True
     finally:
-        # Another thread's region may have begun after this one.
-        _regions[:] = [each for each in _regions if each is not region]
+        _regions.remove(region)  # another thread's may have begun after it
         if not _regions and (torch.is_grad_enabled() or region.calibration is not None):
             if not is_complete:
                 amaxes.forget(used)
