@@ -212,6 +212,8 @@ class Fp8Layer(GradientLayer):
     def quantizers(self, recipe: Recipe, device: torch.device, *, keeps_amaxes: bool) -> Quantizers:
         """Those of a call in an fp8_autocast region with this recipe. keeps_amaxes: whether the
         call adds its amaxes to the history of delayed scaling."""
+        if isinstance(recipe, DelayedScaling):
+            fp8.check_is_no_replica(self)
         states = states_of(self._fp8_states, recipe, device, keeps_amaxes=keeps_amaxes)
         return Quantizers(recipe, states, keeps_amaxes)
 

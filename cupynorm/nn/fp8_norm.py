@@ -192,6 +192,7 @@ class Fp8Norm(torch.nn.Module):
         recipe = region.recipe
         if not isinstance(recipe, DelayedScaling):
             return _Step(None, None, None)
+        fp8.check_is_no_replica(self)
         keeps_amaxes = keeps_amaxes and autocast.active() is not None
         keeps_amaxes = keeps_amaxes and not (past is not None and past.has_amaxes)
         dtypes = recipe.fp8_format.value[:1]

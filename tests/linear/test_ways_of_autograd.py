@@ -156,3 +156,34 @@ def test_inputs_of_classes_where_weight_gradients_leave_autograd(name, taken):
         made.append((y.detach(), x.grad, gradient))
     assert made[0][2].abs().max() > 0
     assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
+
+
+def replica_of(module):
+    """As torch.nn.parallel.replicate makes it for a GPU: its parameters are results of others."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        replica._modules[name] = replica_of(child)
+    for name, parameter in module._parameters.items():
+        setattr(replica, name, parameter * 1)
+    return replica
+
+
+def test_replicas_of_data_parallel():
+    x = random(6, WIDTH)
+    for recipe in (None, cupynorm.BlockScaling()):
+        made = []
+        for copies in (lambda module: [module], lambda module: [replica_of(module)] * 2):
+            module = make("norm", "layer")
+            replicas = copies(module)
+            with region(recipe):
+                parts = x.chunk(len(replicas))
+                y = torch.cat([replica(part) for replica, part in zip(replicas, parts)])
+            y.backward(random(6, WIDTH, seed=8))
+            made.append([y.detach(), *(each.grad for each in module.parameters())])
+        for one, other in zip(*made):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    with pytest.raises(RuntimeError, match="backward_dw.. cannot reach"):
+        replica_of(make("delayed"))(x)
+    for name in IN_8_BITS:
+        with region(DELAYED), pytest.raises(NotImplementedError, match="DataParallel"):
+            replica_of(make(name))(x)
