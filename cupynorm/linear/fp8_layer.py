@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,7 @@ class Fp8Layer(GradientLayer):
         past = self._past_calls.run_again()
         device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
         keeps = call.keeps_amaxes and not has_amaxes and autocast.active() is not None
+        keeps = keeps and not modes.learns_shapes()
         quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
         if isinstance(recipe, DelayedScaling):
             scale = None if past is None else past.scale
@@ -194,8 +196,8 @@ class Fp8Layer(GradientLayer):
             modes.run_untraced(self._record_amaxes)(operands, region)
 
     def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
-        if modes.is_inside_backward():
-            return  # a checkpoint runs the call again
+        if modes.is_inside_backward() or modes.learns_shapes():
+            return  # a checkpoint runs the call again, or a pipeline runs it before the first one
         _refuse_transforms(operands)
         if operands.input.is_nested:
             values = nested.Packing(operands.input, 1).values(operands.input, "input")
@@ -215,6 +217,8 @@ class Fp8Layer(GradientLayer):
         if isinstance(recipe, DelayedScaling):
             fp8.check_is_no_replica(self)
         states = states_of(self._fp8_states, recipe, device, keeps_amaxes=keeps_amaxes)
+        if isinstance(recipe, DelayedScaling) and modes.learns_shapes():
+            states = copy.deepcopy(states)  # which backward changes
         return Quantizers(recipe, states, keeps_amaxes)
 
     def _quantized_weight(

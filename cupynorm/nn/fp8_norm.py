@@ -13,7 +13,7 @@ from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quan
 from ..norm.route import normalize
 from . import amaxes, autocast, dtensor, fp8
 from .dtypes import name_of
-from .modes import is_recorded, is_transformed, wants_gradient
+from .modes import is_recorded, is_transformed, learns_shapes, wants_gradient
 from .past_calls import PastCall, PastCalls
 from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
@@ -193,7 +193,7 @@ class Fp8Norm(torch.nn.Module):
         if not isinstance(recipe, DelayedScaling):
             return _Step(None, None, None)
         fp8.check_is_no_replica(self)
-        keeps_amaxes = keeps_amaxes and autocast.active() is not None
+        keeps_amaxes = keeps_amaxes and autocast.active() is not None and not learns_shapes()
         keeps_amaxes = keeps_amaxes and not (past is not None and past.has_amaxes)
         dtypes = recipe.fp8_format.value[:1]
         scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps_amaxes)
