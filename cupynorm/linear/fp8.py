@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import quantization
+from ..nn import modes, quantization
 from ..nn.autocast import Region
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
@@ -301,16 +301,27 @@ class Projected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dnormalized):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph is True for a layer inside fp8_autocast; expected create_graph=False"
-            )
-        num_saved = len(Saved._fields)
-        tensors = ctx.saved_tensors
-        saved = Saved(*tensors[:num_saved])
-        operands = Operands.split(tensors[num_saved:], ctx.num_weights)
-        wants_input, _, *wants_others = ctx.needs_input_grad[4:]
-        incoming, wanted = (dy, dnormalized), (wants_input, *wants_others)
-        call = call_of_backward(ctx, ctx.call)
-        dx, *others = backward(call, saved, operands, incoming, wanted, ctx.sink)
-        return None, None, None, None, dx, None, *others
+        # Compiled autograd would trace it.
+        return modes.run_untraced(_gradients)(ctx, dy, dnormalized)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dnormalized: Tensor | None) -> tuple:
+    """What Projected.backward returns."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph is True for a layer inside fp8_autocast; expected create_graph=False"
+        )
+    if any(each is not None and modes.is_mapped(each) for each in (dy, dnormalized)):
+        raise NotImplementedError(
+            "a batch of gradients was given to a layer inside fp8_autocast; expected one gradient "
+            "at a time"
+        )
+    num_saved = len(Saved._fields)
+    tensors = ctx.saved_tensors
+    saved = Saved(*tensors[:num_saved])
+    operands = Operands.split(tensors[num_saved:], ctx.num_weights)
+    wants_input, _, *wants_others = ctx.needs_input_grad[4:]
+    incoming, wanted = (dy, dnormalized), (wants_input, *wants_others)
+    call = call_of_backward(ctx, ctx.call)
+    dx, *others = backward(call, saved, operands, incoming, wanted, ctx.sink)
+    return None, None, None, None, dx, None, *others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,9 @@ class Fp8Layer(GradientLayer):
                 )
         elif past is not None and not past.is_inside:
             region = past.region
-        if region is None and not self._past_calls.is_empty:
+        # A call that is run again and is not the next past one was not kept.
+        was_kept = past is None or not past.is_inside
+        if region is None and was_kept and not self._past_calls.is_empty:
             self._past_calls.add(None, is_recorded=torch.is_grad_enabled())
         return region
 
@@ -100,7 +103,7 @@ class Fp8Layer(GradientLayer):
     def _run_in_fp8(
         self, call: RegionCall, operands: Operands, fp8_output: bool
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-        _refuse_transforms()
+        _refuse_transforms(operands)
         if operands.input.is_meta:
             arrays.check_addresses(input=operands.input)  # raises
         call = self._checked(call, operands, fp8_output)
@@ -160,6 +163,7 @@ class Fp8Layer(GradientLayer):
         past = self._past_calls.run_again()
         device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
         keeps = call.keeps_amaxes and not has_amaxes and autocast.active() is not None
+        keeps = keeps and not modes.learns_shapes()
         quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
         if isinstance(recipe, DelayedScaling):
             scale = None if past is None else past.scale
@@ -192,9 +196,9 @@ class Fp8Layer(GradientLayer):
             modes.run_untraced(self._record_amaxes)(operands, region)
 
     def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
-        if modes.is_inside_backward():
-            return  # a checkpoint runs the call again
-        _refuse_transforms()
+        if modes.is_inside_backward() or modes.learns_shapes():
+            return  # a checkpoint runs the call again, or a pipeline runs it before the first one
+        _refuse_transforms(operands)
         if operands.input.is_nested:
             values = nested.Packing(operands.input, 1).values(operands.input, "input")
             operands = operands._replace(input=values)
@@ -210,7 +214,11 @@ class Fp8Layer(GradientLayer):
     def quantizers(self, recipe: Recipe, device: torch.device, *, keeps_amaxes: bool) -> Quantizers:
         """Those of a call in an fp8_autocast region with this recipe. keeps_amaxes: whether the
         call adds its amaxes to the history of delayed scaling."""
+        if isinstance(recipe, DelayedScaling):
+            fp8.check_is_no_replica(self)
         states = states_of(self._fp8_states, recipe, device, keeps_amaxes=keeps_amaxes)
+        if isinstance(recipe, DelayedScaling) and modes.learns_shapes():
+            states = copy.deepcopy(states)  # which backward changes
         return Quantizers(recipe, states, keeps_amaxes)
 
     def _quantized_weight(
@@ -294,12 +302,13 @@ class Fp8Layer(GradientLayer):
         self._drop_derived()
 
 
-def _refuse_transforms() -> None:
+def _refuse_transforms(operands: Operands) -> None:
     if modes.is_jit_traced():
         raise NotImplementedError(
             "torch.jit.trace was asked to record a layer inside fp8_autocast; expected it outside"
         )
-    if modes.has_functorch_transforms():
+    if modes.has_functorch_transforms() or modes.have_tangents(operands.all):
         raise NotImplementedError(
-            "torch.func was asked to transform a layer inside fp8_autocast; expected it outside"
+            "torch.func or forward mode was asked to transform a layer inside fp8_autocast; "
+            "expected it outside"
         )

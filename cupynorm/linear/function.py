@@ -61,6 +61,11 @@ def normalize_and_project(
         # The operator cannot use a sink. Subclasses that torch need not ask are dropped.
         tensors = tuple(map(_without_subclass, tensors))
         is_plain = modes.are_plain(tensors)
+        if not is_plain and not modes.is_recorded():  # recorded, autograd gets the gradients
+            raise NotImplementedError(
+                "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with "
+                "tensors of a class of their own; expected plain tensors"
+            )
         operands = Operands.split(tensors, len(operands.weights))
         call = LinearCall(operands, options)
     if modes.compiler_sees_transforms or not compiling:
@@ -201,9 +206,10 @@ class Projected(torch.autograd.Function):
         weights, biases = parts[: ctx.num_weights], parts[ctx.num_weights :]
         incoming = compute.Incoming(dy, dnormalized, dsum)
         arrived = [each for each in incoming if each is not None]
-        if any(map(modes.is_mapped, arrived)) or modes.is_transformed():
+        compiling = _is_compiling()  # by compiled autograd
+        if not compiling and (any(map(modes.is_mapped, arrived)) or modes.is_transformed()):
             norms, normalized, weight = FORMULAS, None, None
-        elif torch.is_grad_enabled():  # create_graph=True
+        elif torch.is_grad_enabled() or (compiling and ctx.sink is None):  # create_graph=True
             norms, normalized, weight = OPERATORS, None, None
         else:
             norms, weight = KERNELS, join(weights) if cast is None else cast
@@ -217,7 +223,8 @@ class Projected(torch.autograd.Function):
                 weight = concatenate(weights, ctx.options.dtype)
             saved = compute.Saved(norm, normalized, weight, weights, biases)
             wanted = ctx.needs_input_grad[3:]
-            gradients = compute.gradients(norms, ctx.options, saved, incoming, wanted, ctx.sink)
+            run = compute.gradients if ctx.sink is None else modes.run_untraced(compute.gradients)
+            gradients = run(norms, ctx.options, saved, incoming, wanted, ctx.sink)
         return None, None, None, *gradients
 
 

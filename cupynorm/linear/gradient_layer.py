@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..nn.dtypes import outside_autocast
-from ..nn.modes import is_compiling, is_inside_backward, wants_gradient
+from ..nn.modes import is_compiling, is_inside_backward, learns_shapes, wants_gradient
 from .data_parallel import DataParallel, check_is_leaf
 from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
 
@@ -46,7 +46,9 @@ class GradientLayer(torch.nn.Module):
         """Whether a WeightGradientSink takes the weight gradients of a call now."""
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
             return False
-        return torch.is_grad_enabled() and wants_gradient(*self._parts())
+        if not torch.is_grad_enabled() or not wants_gradient(*self._parts()):
+            return False
+        return is_compiling() or not learns_shapes()
 
     def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
         """What takes the weight gradients of a call. Changes nothing before _take_step."""

@@ -165,11 +165,10 @@ class Linear(LinearLayer, torch.nn.Linear):
     ) -> tuple[Tensor, None]:
         if modes.is_recorded():  # the graph's own backward gives the gradients to autograd
             return self._project(operands, is_first_microbatch)
-        if modes.is_transformed() or not modes.are_plain(operands.all):
+        if modes.is_transformed():
             raise NotImplementedError(
-                "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with "
-                "tensors of a class of their own or in a transform of torch.func; expected plain "
-                "tensors"
+                "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called in a "
+                "transform of torch.func or in forward mode; expected it outside"
             )
         return super()._project_to_sink(operands, is_first_microbatch)
 

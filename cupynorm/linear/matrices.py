@@ -36,7 +36,7 @@ def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
     On a GPU a kernel makes them with little scratch memory.
     """
-    if arrays.on_host(rows) or rows.stride(-1) != 1:
+    if rows.is_meta or arrays.on_host(rows) or rows.stride(-1) != 1:
         return formulas.sum_rows(rows, dtype)
     return reduce_matrix.sum_rows(rows, name_of(dtype))
 

@@ -13,12 +13,12 @@ import torch
 from ..gpu.arrays import type_in_words
 from . import amaxes
 from .amaxes import UsedScales
-from .modes import is_inside_backward
+from .modes import is_inside_backward, top_hooks
 from .recipes import DelayedScaling, Recipe
 from .second_names import either
 
 
-@dataclass
+@dataclass(eq=False)
 class Region:
     """The inside of a fp8_autocast.
 
@@ -31,6 +31,7 @@ class Region:
     calibration: the recipe of a disabled region that records amaxes.
     in_backward: whether it began in a backward, inside of what a checkpoint runs again.
     number: the number of autograd's nodes when it began.
+    hook: id of the innermost hook of saved tensors, such as a checkpoint's, where it began.
     """
 
     recipe: Recipe | None
@@ -42,6 +43,7 @@ class Region:
     calibration: DelayedScaling | None = None
     in_backward: bool = False
     number: int = 0
+    hook: int | None = None
 
 
 # What torch.distributed.new_group gives a rank that is not in the group.
@@ -154,6 +156,7 @@ def fp8_autocast(
     used, groups = (_regions[0].used, _regions[0].groups) if _regions else ({}, [])
     recipe = recipe or DelayedScaling()
     is_recorded = isinstance(recipe, DelayedScaling) and (enabled or calibrating)
+    hooks = None if top_hooks is None else top_hooks(False)
     region = Region(
         recipe if enabled else None,
         group,
@@ -164,17 +167,17 @@ def fp8_autocast(
         recipe if is_recorded and not enabled else None,
         is_inside_backward(),
         torch.autograd._get_sequence_nr(),
+        None if hooks is None else id(hooks[0]),
     )
     if is_recorded and recipe.reduce_amax and not any(each is group for each in groups):
         groups.append(group)
-    _regions.append(region)
     is_complete = False
-    try:
+    try:  # an interrupt may come after each call, also of append
+        _regions.append(region)
         yield
         is_complete = True
     finally:
-        # Another thread's region may have begun after this one.
-        _regions[:] = [each for each in _regions if each is not region]
+        _regions.remove(region)  # another thread's may have begun after it
         if not _regions and (torch.is_grad_enabled() or region.calibration is not None):
             if not is_complete:
                 amaxes.forget(used)

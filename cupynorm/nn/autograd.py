@@ -342,7 +342,7 @@ class _Norm(torch.autograd.Function):
         """None for the call, and the gradient of each tensor that was recorded."""
         if dy is None:
             dx, dweight, dbias = dsum, None, None
-        elif is_transformed() or is_mapped(dy):
+        elif not is_compiling() and (is_transformed() or is_mapped(dy)):
             # dy has no address, because torch maps over it, or has a tangent.
             options = ctx.prepared.backward
             x, mean, rstd, weight = ctx.saved_tensors
@@ -363,7 +363,8 @@ def _gradients(ctx, operands: tuple) -> tuple:
     """dx, dweight, dbias: those that ctx needs. operands: the first of BackwardOperands."""
     operands += _NO_OPTIONS
     forward = ctx.prepared
-    if _is_grad_enabled():  # create_graph=True: the operator knows the gradients' derivatives
+    # create_graph=True: the operator knows the gradients' derivatives. Compiled autograd traces it.
+    if _is_grad_enabled() or is_compiling():
         request = BackwardRequest(BackwardOperands._make(operands), _with_wanted(ctx))
         return operators.norm_backward(request)[:3]
     kind = ctx.needs_input_grad, operands[5] is None
@@ -427,7 +428,8 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
     first_present = next((each for each in (dy, dy1, dsum) if each is not None), None)
     if first_present is None:
         return (None,) * len(ctx.needs_input_grad)
-    if is_transformed() or is_mapped(first_present):
+    compiling = is_compiling()  # by compiled autograd
+    if not compiling and (is_transformed() or is_mapped(first_present)):
         raise NotImplementedError(
             f"the gradient of a call with {_FUSED} was asked for in a batch or in forward mode; "
             "expected one gradient at a time"
@@ -439,7 +441,7 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
     backward_request = fused_operators.fused_gradients(
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
-    if torch.is_grad_enabled():  # create_graph=True
+    if compiling or torch.is_grad_enabled():  # create_graph=True
         gradients = fused_operators.fused_norm_backward(*backward_request)
     else:
         gradients = route.backward_of_two(*backward_request)

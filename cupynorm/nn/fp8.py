@@ -125,6 +125,15 @@ def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None
     return None if device.type == "meta" else scales.to(device)
 
 
+def check_is_no_replica(module: torch.nn.Module) -> None:
+    """Raises NotImplementedError for a copy that torch.nn.DataParallel makes for one step."""
+    if "_is_replica" in module.__dict__:
+        raise NotImplementedError(
+            "torch.nn.DataParallel runs a copy of the module, with which its scales of "
+            "DelayedScaling would be lost; expected DistributedDataParallel, or another recipe"
+        )
+
+
 def scales_for(
     kept: Scales | None,
     dtypes: tuple[torch.dtype, ...],

@@ -13,7 +13,7 @@ from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quan
 from ..norm.route import normalize
 from . import amaxes, autocast, dtensor, fp8
 from .dtypes import name_of
-from .modes import is_recorded, wants_gradient
+from .modes import is_recorded, is_transformed, learns_shapes, wants_gradient
 from .past_calls import PastCall, PastCalls
 from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
@@ -126,7 +126,7 @@ class Fp8Norm(torch.nn.Module):
                 "fp8_output=False"
             )
         is_sharded = dtensor.is_any(input)
-        if not is_sharded:
+        if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
         # A checkpoint may run its layers without recording them, and again in backward.
         keeps_amaxes = torch.is_grad_enabled() or (
@@ -192,7 +192,8 @@ class Fp8Norm(torch.nn.Module):
         recipe = region.recipe
         if not isinstance(recipe, DelayedScaling):
             return _Step(None, None, None)
-        keeps_amaxes = keeps_amaxes and autocast.active() is not None
+        fp8.check_is_no_replica(self)
+        keeps_amaxes = keeps_amaxes and autocast.active() is not None and not learns_shapes()
         keeps_amaxes = keeps_amaxes and not (past is not None and past.has_amaxes)
         dtypes = recipe.fp8_format.value[:1]
         scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps_amaxes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from types import NoneType
 
@@ -21,6 +22,12 @@ has_functorch_transforms = torch._C._are_functorch_transforms_active
 # After graph breaks the compiler may run a function as it is, where is_compiling() is False, and
 # still trace what that function calls.
 present_tracer = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+# Functions of torch.distributed.pipelining, of torch 2.13 and of former versions.
+_LEARN_SHAPES = frozenset({"_forward_metadata_inference", "_shape_inference"})
+
+# torch 2.4 has no such function.
+top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 _proxies = getattr(torch._C, "_TorchDispatchModeKey", None)  # the key of make_fx's mode
 
@@ -63,6 +70,15 @@ def wants_gradient(*tensors: object) -> bool:
     return False
 
 
+def have_tangents(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether forward mode differentiates any of them. A transform of torch.func does not count."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(
+        each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors
+    )
+
+
 def stream_of(tensor: torch.Tensor) -> tuple[int, bool] | None:
     """The current stream of a tensor's GPU, and whether a CUDA graph captures it; None on a CPU.
 
@@ -73,6 +89,19 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, bool] | None:
         return None
     stream = torch._C._cuda_getCurrentRawStream(tensor.get_device())
     return stream, torch.cuda.is_current_stream_capturing()
+
+
+def learns_shapes() -> bool:
+    """Whether torch.distributed.pipelining runs a stage to learn its shapes.
+
+    The input may be memory without values, and no module should keep what it computes.
+    """
+    frame = sys._getframe(1) if "torch.distributed.pipelining" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name in _LEARN_SHAPES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_inside_backward() -> bool:

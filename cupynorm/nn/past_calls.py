@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 
 from .autocast import Region
-from .modes import is_inside_backward
+from .modes import is_inside_backward, top_hooks
 
-# torch 2.4 has no such function.
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 # Calls inside of another library's hooks, which do not say how long their graph exists.
 _MOST_WITHOUT_OWNER = 4096
 
@@ -41,8 +39,7 @@ class PastCall(NamedTuple):
     region: None for a call outside of fp8_autocast.
     has_amaxes: whether its amaxes were recorded. scale: of the forward's tensors, for
     DelayedScaling. is_compiled: whether torch.compile's graph made it.
-    is_inside: whether the region began inside of the autograd function that runs the call again,
-    and so begins again.
+    is_inside: whether the region began inside of what runs the call again, and so begins again.
     """
 
     number: int
@@ -81,9 +78,9 @@ class PastCalls:
     ) -> PastCall | None:
         """Keeps the call that runs now, and a copy of its scale, if it may be run again."""
         functions = [] if torch.is_grad_enabled() else _functions_around()
-        hooks = None if _top_hooks is None else _top_hooks(False)
+        hooks = None if top_hooks is None else top_hooks(False)
         frame = None if hooks is None else _frame_of(hooks[0])
-        is_hooked = _top_hooks is None or (hooks is not None and not _is_rerun(hooks[0]))
+        is_hooked = top_hooks is None or (hooks is not None and not _is_rerun(hooks[0]))
         if functions or is_recorded or not runs_again_by_hooks():
             self._count_call_of_rerun()
         is_hooked = is_hooked and is_recorded
@@ -93,8 +90,11 @@ class PastCalls:
         number = torch.autograd._get_sequence_nr()
         scale = None if scale is None else scale.clone()
         refs = tuple(weakref.ref(each, self._forget) for each in owners)
-        is_inside = bool(functions) and region is not None
-        is_inside = is_inside and region.number > functions[0]._sequence_nr()
+        is_inside = region is not None and (
+            region.number > functions[0]._sequence_nr()
+            if functions
+            else frame is not None and region.hook == id(hooks[0])
+        )
         call = PastCall(number, is_hooked, refs, region, has_amaxes, scale, is_compiled, is_inside)
         self._calls.append(call)
         # A graph of torch.compile alone is run again by itself.
@@ -156,7 +156,7 @@ class PastCalls:
 
 def _what_runs_again() -> tuple[object, object]:
     """The owner of the calls that a checkpoint runs again, and an object of this run alone."""
-    hooks = None if _top_hooks is None else _top_hooks(False)
+    hooks = None if top_hooks is None else top_hooks(False)
     if hooks is not None and _is_rerun(hooks[0]):
         reference = _variables_of(hooks[0]).get("target_frame_ref")
         return None if reference is None else reference(), hooks[0]
@@ -166,7 +166,7 @@ def _what_runs_again() -> tuple[object, object]:
 
 def runs_again_by_hooks() -> bool:
     """Whether a checkpoint with use_reentrant=False runs again what runs now."""
-    hooks = None if _top_hooks is None else _top_hooks(False)
+    hooks = None if top_hooks is None else top_hooks(False)
     return hooks is not None and _is_rerun(hooks[0])
 
 

@@ -73,22 +73,28 @@ class Sharded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dnormalized):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph is True for a layer with tp_size of 2 or more; "
-                "expected create_graph=False"
-            )
-        tensors: tuple[Any, ...] = ctx.saved_tensors
-        operands = Operands.split(tensors[ctx.num_saved :], ctx.num_weights)
-        wants_input, _, *wants_others = ctx.needs_input_grad[3:]
-        with outside_autocast(operands.input):
-            products = ctx.products.of_backward(ctx)
-            dx, *others = _MODES[products.sharding.mode].backward(
-                products,
-                tensors[: ctx.num_saved],
-                operands,
-                (dy, dnormalized),
-                (wants_input, *wants_others),
-                ctx.sink,
-            )
-        return None, None, None, dx, None, *others
+        # Compiled autograd would trace it.
+        return modes.run_untraced(_gradients)(ctx, dy, dnormalized)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dnormalized: Tensor | None) -> tuple:
+    """What Sharded.backward returns."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph is True for a layer with tp_size of 2 or more; "
+            "expected create_graph=False"
+        )
+    tensors: tuple[Any, ...] = ctx.saved_tensors
+    operands = Operands.split(tensors[ctx.num_saved :], ctx.num_weights)
+    wants_input, _, *wants_others = ctx.needs_input_grad[3:]
+    with outside_autocast(operands.input):
+        products = ctx.products.of_backward(ctx)
+        dx, *others = _MODES[products.sharding.mode].backward(
+            products,
+            tensors[: ctx.num_saved],
+            operands,
+            (dy, dnormalized),
+            (wants_input, *wants_others),
+            ctx.sink,
+        )
+    return None, None, None, dx, None, *others

@@ -285,10 +285,19 @@ def test_a_layer_in_two_regions_of_one_checkpoint():
 
 
 @pytest.mark.parametrize(
-    "how, place", (*((how, "around") for how in [*HOW][1:]), ([*HOW][2], "in"))
+    "how, place, parts",
+    (
+        ("by hooks", "around", [[1, 30]]),
+        ("by hooks", "in", [[1], [30]]),
+        ("by a function", "around", [[1, 30]]),
+        ("by a function", "in", [[1, 30]]),
+    ),
 )
-def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place):
-    """The first call runs again in 16 bits, and the second in 8."""
+def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place, parts):
+    """The first call runs again in 16 bits, and the others in 8, with their own scales.
+
+    parts: factors of the calls of each region that is in the checkpoint.
+    """
     recipe, made = RECIPES[1], []
     for run in (at_once, HOW[how]):
         module, problem = make(40, 72, 72, dtype="float32")
@@ -296,8 +305,11 @@ def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place):
         def model(x, module=module):
             with fp8_autocast(False) if place == "around" else contextlib.nullcontext():
                 y = module(x)
-            with region(recipe if place == "in" else None):
-                return module(torch.tanh(y))
+            for factors in parts:
+                with region(recipe if place == "in" else None):
+                    for factor in factors:
+                        y = module(factor * torch.tanh(y))
+            return y
 
         for _ in range(2):
             x = tensor(problem.x, "float32", grad=True)

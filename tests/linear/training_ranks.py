@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 from cupynorm import (
@@ -406,6 +410,55 @@ def weights_gathered_in_8_bits(rank: int) -> None:
     checkpoint.load(state, checkpoint_id=path)
     set_model_state_dict(layers, state)
     assert all(map(torch.equal, saved, [full(each) for each in layers.parameters()]))
+
+
+@check
+def weights_in_flat_parameters(rank: int) -> None:
+    """FullyShardedDataParallel, whose weights are views, learns what one rank does with all rows.
+
+    It asks torch.cpu for streams and events, of which they are mocks here.
+    """
+    recipe = DelayedScaling(amax_history_len=3)
+    names = ("Event", "Stream", "current_stream", "stream")
+    mocks = mock.patch.multiple(torch.cpu, create=True, **dict.fromkeys(names, mock.MagicMock()))
+    for use_orig_params in (False, True):
+        whole = torch.nn.Sequential(*make_layers(2))
+        options = {"device_id": torch.device(DEVICE), "use_orig_params": use_orig_params}
+        options["auto_wrap_policy"] = ModuleWrapPolicy({LayerNormLinear})
+        with mocks:
+            sharded = FullyShardedDataParallel(copy.deepcopy(whole), **options)
+            for step in range(3):
+                made = []
+                for model, parts in ((whole, (0, 1)), (sharded, (rank,))):
+                    with fp8_autocast(recipe=recipe):
+                        made.append([model(random(8, 16, seed=10 * step + at)) for at in parts])
+                    torch.cat(made[-1]).square().sum().div(len(parts)).backward()
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            if parameter.grad is not None:  # a rank may have none of it
+                                parameter -= 1e-3 * parameter.grad
+                            parameter.grad = None
+                torch.testing.assert_close(made[1][0], made[0][rank])
+
+
+@check
+def a_pipeline_that_splits_backwards(rank: int) -> None:
+    """Gradients of inputs come first, those of weights later, between other microbatches."""
+    recipe, layers, mine = DelayedScaling(amax_history_len=3), make_layers(4), (rank, 3 - rank)
+    whole = torch.nn.Sequential(*copy.deepcopy(layers))
+    stages = [PipelineStage(layers[at], at, 4, torch.device(DEVICE)) for at in mine]
+    schedule = ScheduleZBVZeroBubble(stages, 4, loss_fn=mse_loss, scale_grads=False)
+    for step in range(2):
+        x, target = random(16, 16, seed=step), random(16, 16, seed=9)
+        with fp8_autocast(recipe=recipe):
+            schedule.step(x, target=target) if rank == 0 else schedule.step()
+        with fp8_autocast(recipe=recipe):
+            ys = [whole(part) for part in x.chunk(4)]
+        for y, part in zip(ys, target.chunk(4)):
+            mse_loss(y, part).backward()
+        for at in mine:
+            for one, other in zip(layers[at].parameters(), whole[at].parameters()):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 @check

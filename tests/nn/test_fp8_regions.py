@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import cupynorm
@@ -70,3 +72,29 @@ def test_actions_at_the_end_of_the_outermost_region():
         autocast.active().used[0, 0] = autocast.UsedScales(Seen(), recipe, None)
         raise KeyError
     assert ran[1:] == ["forgotten"]
+
+
+def test_an_interrupt_leaves_no_region():
+    """It may come after any call of a function in C, as a signal does."""
+
+    def interrupt(frame, event, called):
+        nonlocal num_calls
+        num_calls += event == "c_return"
+        if num_calls > last:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    last, was_interrupted = 0, True
+    while was_interrupted:
+        num_calls = was_interrupted = 0
+        try:
+            sys.setprofile(interrupt)
+            with cupynorm.fp8_autocast():
+                pass
+        except KeyboardInterrupt:
+            was_interrupted = True
+        finally:
+            sys.setprofile(None)
+        assert autocast.active() is None, f"after call {last} of a function in C"
+        last += 1
+    assert last > 5

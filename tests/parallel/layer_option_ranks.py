@@ -97,6 +97,17 @@ def compiled_in_one_graph(case, rank):
     run(case, rank, problem_of(case), compiled)
 
 
+@check
+def compiled_autograd(rank):
+    """torch.compile traces the backward of an eager call."""
+    from torch._dynamo import compiled_autograd
+
+    if not hasattr(compiled_autograd, "_enable"):  # before torch 2.5
+        return
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        run(MAIN[0], rank, problem_of(MAIN[0]))
+
+
 @for_main
 def compiled_options(case, rank):
     """The compiled results are those of the eager layer, where the graph breaks too.
