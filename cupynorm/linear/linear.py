@@ -163,9 +163,8 @@ class Linear(LinearLayer, torch.nn.Linear):
     def _project_to_sink(
         self, operands: Operands, is_first_microbatch: bool | None
     ) -> tuple[Tensor, None]:
-        if modes.is_recorded():  # the graph's own backward gives the gradients to autograd
-            return self._project(operands, is_first_microbatch)
-        if modes.is_transformed() or not modes.are_plain(operands.all):
+        fits = not modes.is_transformed() and modes.are_plain(operands.all)
+        if not fits and not modes.is_recorded():
             raise NotImplementedError(
                 "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with "
                 "tensors of a class of their own or in a transform of torch.func; expected plain "

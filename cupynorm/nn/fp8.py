@@ -207,9 +207,16 @@ def pack(states: dict[str, Scales]) -> Tensor:
 
 def is_packed(state: Any) -> bool:
     """Whether `pack` made it of at least one state."""
-    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+    if not isinstance(state, Tensor) or _has_no_values(state):
+        return False
+    if state.dtype != torch.uint8 or state.ndim != 1:
         return False
     return bytes(state[: len(_MAGIC)].cpu().numpy()) == _MAGIC
+
+
+def _has_no_values(state: Tensor) -> bool:
+    """Whether it is empty, on "meta" or a FakeTensor."""
+    return not state.numel() or state.is_meta or state.__class__ not in (Tensor, Packed)
 
 
 def has_none_of(module: torch.nn.Module, state_dict: dict, prefix: str) -> bool:
@@ -226,12 +233,12 @@ def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
 
     Nothing is unpickled: other states are ignored with a warning.
     """
-    if packed is None or (isinstance(packed, Tensor) and not packed.numel()):
+    if packed is None or (isinstance(packed, Tensor) and _has_no_values(packed)):
         return {}
     if not is_packed(packed):
         warnings.warn(
             "the fp8 state in a state dict is not cupynorm's (a pickle of another library, which "
-            "is not opened): scales start at 1",
+            "is not opened, or of a later version): scales start at 1",
             stacklevel=2,
         )
         return {}

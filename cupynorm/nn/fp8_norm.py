@@ -64,12 +64,16 @@ class Fp8Norm(torch.nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._begin_fp8()
+        self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
 
     def _apply(self, function: Callable, recurse: bool = True) -> Fp8Norm:
         super()._apply(function, recurse)
+        self._move_scales(function)
+        return self
+
+    def _move_scales(self, function: Callable) -> None:
         if self._fp8_scales is not None:
             self._fp8_scales = fp8.moved(self._fp8_scales, function)
-        return self
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -83,8 +87,8 @@ class Fp8Norm(torch.nn.Module):
         extra = state_dict.get(key)
         if extra is not None or not fp8.has_none_of(self, state_dict, prefix):
             self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
-        others = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(others, prefix, *arguments)
+        state_dict.pop(key, None)  # not from a copy: pre-hooks of torch change what children load
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Takes what fp8.unpack returned. Without a state, the next step is the first."""
