@@ -286,10 +286,7 @@ class Fp8Layer(GradientLayer):
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, local_metadata: dict, *arguments
     ) -> None:
-        # A state dict of another library may have no extra state.
-        # Not in a copy of it: pre-hooks of torch change what children load.
-        kept = self.get_extra_state() if fp8.has_none_of(self, state_dict, prefix) else None
-        state_dict.setdefault(f"{prefix}_extra_state", kept)
+        fp8.complete(self, state_dict, prefix)
         assigns = local_metadata.get("assign_to_params_buffers", False)
         for name, parameter in self._parameters.items() if assigns else ():
             values = state_dict.get(f"{prefix}{name}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..nn import autocast, modes
+from ..nn import autocast, fp8, modes
 from ..nn.dtypes import product_dtype
 from ..norm.quantized_tensor import QuantizedTensor
 from .call import LinearCall, LinearOptions, Operands, launch_options
@@ -17,7 +17,7 @@ from .quantized_weight import QuantizedWeight
 from .quantizers import as_matrix, fits
 from .weight_gradients import WeightGradientSink
 
-_EXTRA_STATE, _LAUNCH = "_extra_state", launch_options(0)
+_LAUNCH = launch_options(0)
 
 
 class Linear(LinearLayer, torch.nn.Linear):
@@ -177,7 +177,7 @@ class Linear(LinearLayer, torch.nn.Linear):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not (self._fp8_states or self.fp8_state):  # the state dict is then torch.nn's
-            del destination[f"{prefix}{_EXTRA_STATE}"]
+            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
 
 
 def _unpacked(

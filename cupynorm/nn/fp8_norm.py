@@ -17,8 +17,6 @@ from .modes import is_recorded, wants_gradient
 from .past_calls import PastCall, PastCalls
 from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
-_EXTRA_STATE = "_extra_state"
-
 
 class _Step(NamedTuple):
     """What DelayedScaling gives a call; None with other recipes.
@@ -75,19 +73,24 @@ class Fp8Norm(torch.nn.Module):
         if self._fp8_scales is not None:
             self._fp8_scales = fp8.moved(self._fp8_scales, function)
 
+    def get_extra_state(self) -> torch.Tensor:
+        """The scale of y as bytes, without pickle; an empty uint8 tensor where there is none."""
+        return fp8.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state returned.
+
+        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
+        """
+        self._load_scales(fp8.unpack(state) if fp8.is_packed(state) else {})
+
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        scales = {} if self._fp8_scales is None else {"y": self._fp8_scales}
-        if scales or self.fp8_state:  # otherwise the state dict is torch.nn's
-            destination[f"{prefix}{_EXTRA_STATE}"] = fp8.pack(scales)
+        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
+            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        key = f"{prefix}{_EXTRA_STATE}"
-        # TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
-        extra = state_dict.get(key)
-        if extra is not None or not fp8.has_none_of(self, state_dict, prefix):
-            self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
-        state_dict.pop(key, None)  # not from a copy: pre-hooks of torch change what children load
+        fp8.complete(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from turns import by_turns
@@ -146,3 +147,10 @@ def test_a_state_dict_of_an_older_weight_norm_is_loaded():
         layer.load_state_dict(state)
         x = torch.randn(3, 8)
         assert torch.allclose(layer(x), older(x), atol=1e-6) and [*state] == keys
+
+
+def test_a_state_stays_an_object_between_processes():
+    """torch.distributed.checkpoint's async_save may save it in a process of its own."""
+    for state in (trained_model()[0].get_extra_state(), LayerNorm(8).get_extra_state()):
+        received = ForkingPickler.loads(ForkingPickler.dumps(state))
+        assert torch.equal(received, state) and type(received) is type(state) is not torch.Tensor
