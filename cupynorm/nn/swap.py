@@ -364,6 +364,8 @@ def _obstacle(module: torch.nn.Module) -> str:
         if type(parameter) is not torch.nn.Parameter:
             kind = type(parameter).__name__
             return f"its {name} is a {kind}; expected a plain torch.nn.Parameter"
+        if getattr(parameter, "_fsdp_flattened", False):
+            return "FullyShardedDataParallel has wrapped it; expected the swap before"
     shape = _shape(module)
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"

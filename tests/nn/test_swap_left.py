@@ -104,6 +104,13 @@ def with_(module: torch.nn.Module, **attributes) -> torch.nn.Module:
     return module
 
 
+def flattened(module: torch.nn.Module) -> torch.nn.Module:
+    """As FullyShardedDataParallel(use_orig_params=True) marks the parameters that it shards."""
+    for each in module.parameters():
+        each._fsdp_flattened = True
+    return module
+
+
 NEITHER = "it computes neither layer_norm nor rms_norm of its weight"
 
 
@@ -188,6 +195,10 @@ LEFT = {
     "any number of inputs": (lambda: AnyNumber(64), "its forward takes inputs; expected one input"),
     "__call__": (lambda: Doubling(64), "its class has a __call__ of its own"),
     "older keys": (lambda: OfOlderKeys(64), "its class has a _load_from_state_dict of its own"),
+    "FullyShardedDataParallel": (
+        lambda: flattened(torch.nn.LayerNorm(64)),
+        "FullyShardedDataParallel has wrapped it; expected the swap before",
+    ),
     "tensor attribute": (
         lambda: with_(LlamaRMSNorm(64), gain=torch.ones(64)),
         "its attribute gain is a tensor; expected a parameter",
