@@ -101,7 +101,12 @@ def probe(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with (
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         parameters = {name: random(*shape) for name in parameters_of(module)}
         measured = _measure_eps(module, parameters, shape)
         all_eps = [*eps_of(module), *measured]

@@ -434,6 +434,13 @@ def test_the_model_itself_is_left():
         cupynorm.swap_norms([torch.nn.LayerNorm(8)])
 
 
+def test_gradients_are_looked_at_in_inference_mode_too():
+    model = torch.nn.Sequential(DetachedRMSNorm(64), torch.nn.LayerNorm(64))
+    with torch.inference_mode():
+        report = cupynorm.swap_norms(model)
+    assert [each.remark for each in report.left] == [OTHER_GRADIENTS] and model[1].training
+
+
 def test_a_compiled_norm_is_left():
     """torch.compile keeps what it has wrapped, whatever else its wrapper holds."""
     compiled = torch.compile(torch.nn.LayerNorm(8), backend="eager")
