@@ -269,6 +269,11 @@ _KNOWN = {
 }
 
 
+def _is_known(module: torch.nn.Module) -> bool:
+    package = type(module).__module__.partition(".")[0]
+    return type(module).__qualname__ in _KNOWN.get(package, ())
+
+
 def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Module | None, str]:
     """(replacement, how results differ), or (None, why there is none)."""
     if obstacle := _obstacle(module):
@@ -279,7 +284,7 @@ def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Mod
     own_names = {name: name for name in parameters_of(module)}
     if kind in (torch.nn.LayerNorm, torch.nn.RMSNorm):
         formula, remark = Formula(kind is torch.nn.LayerNorm, False, eps), ""
-    elif kind.__qualname__ in _KNOWN.get(package, ()):
+    elif _is_known(module):
         zero_centered = getattr(module, "zero_centered_gamma", False)
         formula = Formula("LayerNorm" in kind.__qualname__, zero_centered, eps)
         casts = package == "transformer_engine" or kind.__qualname__.startswith("Mixed")
@@ -348,7 +353,7 @@ def _obstacle(module: torch.nn.Module) -> str:
         return f"it has {', '.join(hooks)}"
     if "forward" in vars(module):
         return "its forward was replaced on this object"
-    for name in _LOST:
+    for name in () if _is_known(module) else _LOST:
         if getattr(type(module), name) is not getattr(torch.nn.Module, name):
             return f"its class has a {name} of its own"
     for name, value in attributes:
