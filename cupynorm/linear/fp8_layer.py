@@ -268,10 +268,13 @@ class Fp8Layer(GradientLayer):
     def _apply(self, function: Callable, recurse: bool = True) -> Fp8Layer:
         with keeping_8_bits():
             super()._apply(function, recurse)
-        moved = {name: fp8.moved(state, function) for name, state in self._fp8_states.items()}
-        self._fp8_states = {name: state for name, state in moved.items() if state is not None}
+        self._move_scales(function)
         self._drop_derived()
         return self
+
+    def _move_scales(self, function: Callable) -> None:
+        moved = {name: fp8.moved(state, function) for name, state in self._fp8_states.items()}
+        self._fp8_states = {name: state for name, state in moved.items() if state is not None}
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"_fp8_weight": None, "_past_calls": PastCalls()}
@@ -280,6 +283,7 @@ class Fp8Layer(GradientLayer):
         super().__setstate__(state)
         self._slot = amaxes.new_slot(self._kind())
         self._number = fp8_operator.register(self)
+        self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -290,9 +294,7 @@ class Fp8Layer(GradientLayer):
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, local_metadata: dict, *arguments
     ) -> None:
-        # A state dict of another library may have no extra state.
-        kept = self.get_extra_state() if fp8.has_none_of(self, state_dict, prefix) else None
-        state_dict = {f"{prefix}_extra_state": kept, **state_dict}
+        fp8.complete(self, state_dict, prefix)
         assigns = local_metadata.get("assign_to_params_buffers", False)
         for name, parameter in self._parameters.items() if assigns else ():
             values = state_dict.get(f"{prefix}{name}")

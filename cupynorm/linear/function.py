@@ -61,7 +61,7 @@ def normalize_and_project(
         # The operator cannot use a sink. Subclasses that torch need not ask are dropped.
         tensors = tuple(map(_without_subclass, tensors))
         is_plain = modes.are_plain(tensors)
-        if not is_plain and not modes.is_recorded():  # recorded, autograd gets the gradients
+        if not is_plain and not modes.has_functorch_transforms():
             raise NotImplementedError(
                 "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with "
                 "tensors of a class of their own; expected plain tensors"
@@ -80,6 +80,8 @@ def normalize_and_project(
     has_mode = not compiling and sink is None and modes.num_dispatch_modes()
     # Without a norm torch's product knows meta tensors. No other such call comes here: linear.py.
     is_meta = operands.input.is_meta and options.has_norm
+    if is_meta and sink is not None:
+        return _normalize_then_project(call, sink)
     if has_mode or not is_plain or modes.is_jit_traced() or is_meta:
         if not compiling:
             _check_tensors(operands)
@@ -99,6 +101,16 @@ def normalize_and_project(
         normalized if options.return_normalized else None,
         operands.input if operands.residual is None else added,
     )
+
+
+def _normalize_then_project(call: LinearCall, sink: WeightGradientSink) -> tuple:
+    """By two calls: a norm's, and one of a linear layer alone, which needs no operator."""
+    operands, options = call
+    normalized, added = normalize_and_add(call)
+    operands = Operands(normalized, None, None, None, operands.weights, operands.biases)
+    alone = options._replace(centered=False, save_normalized=True, fused=None, has_norm=False)
+    y = normalize_and_project(LinearCall(operands, alone), sink)[0]
+    return y, normalized if options.return_normalized else None, added
 
 
 def _normalize_and_project_nested(call: LinearCall, sink, folded) -> tuple:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..nn import autocast, modes
+from ..nn import autocast, fp8, modes
 from ..nn.dtypes import product_dtype
 from ..norm.quantized_tensor import QuantizedTensor
 from .call import LinearCall, LinearOptions, Operands, launch_options
@@ -17,7 +17,7 @@ from .quantized_weight import QuantizedWeight
 from .quantizers import as_matrix, fits
 from .weight_gradients import WeightGradientSink
 
-_EXTRA_STATE, _LAUNCH = "_extra_state", launch_options(0)
+_LAUNCH = launch_options(0)
 
 
 class Linear(LinearLayer, torch.nn.Linear):
@@ -163,9 +163,7 @@ class Linear(LinearLayer, torch.nn.Linear):
     def _project_to_sink(
         self, operands: Operands, is_first_microbatch: bool | None
     ) -> tuple[Tensor, None]:
-        if modes.is_recorded():  # the graph's own backward gives the gradients to autograd
-            return self._project(operands, is_first_microbatch)
-        if modes.is_transformed():
+        if modes.is_transformed() and not modes.is_recorded():
             raise NotImplementedError(
                 "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called in a "
                 "transform of torch.func or in forward mode; expected it outside"
@@ -177,7 +175,7 @@ class Linear(LinearLayer, torch.nn.Linear):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not (self._fp8_states or self.fp8_state):  # the state dict is then torch.nn's
-            del destination[f"{prefix}{_EXTRA_STATE}"]
+            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
 
 
 def _unpacked(

@@ -45,7 +45,14 @@ class QuantizedWeight(Tensor):
     _initial: Tensor | None
 
     @staticmethod
-    def __new__(cls, quantized: QuantizedTensor, recipe: Recipe) -> QuantizedWeight:
+    def __new__(
+        cls, quantized: QuantizedTensor, recipe: Recipe | None = None, /, **others: Any
+    ) -> QuantizedWeight:
+        if not isinstance(quantized, QuantizedTensor) or recipe is None or others:
+            raise NotImplementedError(
+                "a weight that is kept in 8-bit floats was to be made by its class, as accelerate "
+                "does; expected a layer that was not made inside fp8_model_init"
+            )
         data = quantized.data
         weight = Tensor._make_wrapper_subclass(
             cls, data.shape, dtype=quantized.dtype, device=data.device

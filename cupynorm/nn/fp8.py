@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -173,6 +174,7 @@ def scales_for(
 
 # Saving.
 
+EXTRA_STATE = "_extra_state"
 _MAGIC = b"cupynorm fp8 state 1\n"
 
 
@@ -191,12 +193,20 @@ class Packed(Tensor):
         return [planner.WriteItem(index=MetadataIndex(name), type=kind)]
 
     def __deepcopy__(self, memo: dict) -> Packed:
-        memo[id(self)] = copied = self.clone().as_subclass(Packed)
+        memo[id(self)] = copied = Packed.of(self.clone())
         return copied
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """As a plain tensor, which torch.load(weights_only=True) opens."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    @staticmethod
+    def of(plain: Tensor) -> Packed:
+        return plain.as_subclass(Packed)
+
+
+# Between processes it stays what it is: torch.distributed.checkpoint may save it in another one.
+ForkingPickler.register(Packed, lambda packed: (Packed.of, (packed.as_subclass(Tensor),)))
 
 
 def pack(states: dict[str, Scales]) -> Tensor:
@@ -205,29 +215,48 @@ def pack(states: dict[str, Scales]) -> Tensor:
     An empty tensor where there are no states.
     """
     if not states:
-        return torch.empty(0, dtype=torch.uint8, device="cpu").as_subclass(Packed)
+        return Packed.of(torch.empty(0, dtype=torch.uint8, device="cpu"))
     header = {name: list(state.amax_history.shape) for name, state in states.items()}
     tensors = [each for state in states.values() for each in (state.scale, state.amax_history)]
     raw = torch.cat([each.cpu().reshape(-1) for each in tensors]).contiguous().view(torch.uint8)
     text = _MAGIC + json.dumps(header).encode() + b"\n"
     text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return torch.cat([text, raw]).as_subclass(Packed)
+    return Packed.of(torch.cat([text, raw]))
 
 
 def is_packed(state: Any) -> bool:
     """Whether `pack` made it of at least one state."""
-    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+    if not isinstance(state, Tensor) or _has_no_values(state):
+        return False
+    if state.dtype != torch.uint8 or state.ndim != 1:
         return False
     return bytes(state[: len(_MAGIC)].cpu().numpy()) == _MAGIC
 
 
-def has_none_of(module: torch.nn.Module, state_dict: dict, prefix: str) -> bool:
-    """Whether a state dict has none of a module's parameters, as one of adapters alone.
+def _has_no_values(state: Tensor) -> bool:
+    """Whether it is empty, on "meta" or a FakeTensor."""
+    return not state.numel() or state.is_meta or state.__class__ not in (Tensor, Packed)
 
-    Loaded with strict=False it must leave the module's scales.
+
+def complete(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
+    """Gives a state dict that a module loads the key of its extra state, if it is absent.
+
+    A state dict of another library may have none: it removes the scales. One that has none of the
+    module's parameters either, such as one of adapters, must leave them.
+    In place, not in a copy: pre-hooks of torch change what children load.
     """
-    own = [name for name, each in module._parameters.items() if each is not None]
-    return bool(own) and not any(f"{prefix}{name}" in state_dict for name in own)
+    key = f"{prefix}{EXTRA_STATE}"
+    # torch.distributed.checkpoint puts an object of this class where no state was given, and the
+    # parameters themselves where no values were.
+    is_filled = type(state_dict.get(key)).__name__ == "_EXTRA_STATE"
+    if is_filled:
+        del state_dict[key]
+    own = {name: each for name, each in module._parameters.items() if each is not None}
+    values = {name: state_dict.get(f"{prefix}{name}") for name in own}
+    keeps = bool(own) and all(
+        value is None or (is_filled and value is own[name]) for name, value in values.items()
+    )
+    state_dict.setdefault(key, module.get_extra_state() if keeps else None)
 
 
 def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
@@ -235,12 +264,12 @@ def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
 
     Nothing is unpickled: other states are ignored with a warning.
     """
-    if packed is None or (isinstance(packed, Tensor) and not packed.numel()):
+    if packed is None or (isinstance(packed, Tensor) and _has_no_values(packed)):
         return {}
     if not is_packed(packed):
         warnings.warn(
             "the fp8 state in a state dict is not cupynorm's (a pickle of another library, which "
-            "is not opened): scales start at 1",
+            "is not opened, or of a later version): scales start at 1",
             stacklevel=2,
         )
         return {}

@@ -17,8 +17,6 @@ from .modes import is_recorded, is_transformed, learns_shapes, wants_gradient
 from .past_calls import PastCall, PastCalls
 from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
-_EXTRA_STATE = "_extra_state"
-
 
 class _Step(NamedTuple):
     """What DelayedScaling gives a call; None with other recipes.
@@ -64,27 +62,36 @@ class Fp8Norm(torch.nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._begin_fp8()
+        self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
 
     def _apply(self, function: Callable, recurse: bool = True) -> Fp8Norm:
         super()._apply(function, recurse)
+        self._move_scales(function)
+        return self
+
+    def _move_scales(self, function: Callable) -> None:
         if self._fp8_scales is not None:
             self._fp8_scales = fp8.moved(self._fp8_scales, function)
-        return self
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The scale of y as bytes, without pickle; an empty uint8 tensor where there is none."""
+        return fp8.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state returned.
+
+        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
+        """
+        self._load_scales(fp8.unpack(state) if fp8.is_packed(state) else {})
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        scales = {} if self._fp8_scales is None else {"y": self._fp8_scales}
-        if scales or self.fp8_state:  # otherwise the state dict is torch.nn's
-            destination[f"{prefix}{_EXTRA_STATE}"] = fp8.pack(scales)
+        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
+            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        key = f"{prefix}{_EXTRA_STATE}"
-        # TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
-        extra = state_dict.get(key)
-        if extra is not None or not fp8.has_none_of(self, state_dict, prefix):
-            self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
-        others = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(others, prefix, *arguments)
+        fp8.complete(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Takes what fp8.unpack returned. Without a state, the next step is the first."""

@@ -72,10 +72,6 @@ class Norm(Fp8Norm):
         self._mark_parameters()  # to_empty() may have made new ones
         return self
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._mark_parameters()
-
     def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias.
 

@@ -93,15 +93,20 @@ def probe(
 
     shape: what it normalises over.
     """
-    takes = [*inspect.signature(module.forward).parameters]
-    if len(takes) != 1:
+    takes = inspect.signature(module.forward).parameters
+    if len(takes) != 1 or any(each.kind is each.VAR_POSITIONAL for each in takes.values()):
         return None, f"its forward takes {', '.join(takes) or 'nothing'}; expected one input"
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with (
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         parameters = {name: random(*shape) for name in parameters_of(module)}
         measured = _measure_eps(module, parameters, shape)
         all_eps = [*eps_of(module), *measured]
@@ -126,7 +131,8 @@ def probe(
                 if all(_agrees(formula, output, named) for output in outputs) and _agrees(
                     formula, large_output, large_named
                 ):
-                    if reason := _why_not_in_training(formula, module, sample, own_names):
+                    reason = _why_not_in_training(formula, module, sample, own_names)
+                    if reason := reason or _why_not_for_other_input(module, sample, outputs[0]):
                         return None, reason
                     rounds, remark = _differences(formula, module, sample, own_names, keep_rounding)
                     if formula.eps not in eps_of(module):
@@ -302,6 +308,39 @@ def _why_not_in_training(
             if gradient is None or float((gradient - right).abs().max()) > allowed:
                 return "its gradients are not those of the norm that it computes"
     return ""
+
+
+def _why_not_for_other_input(module: torch.nn.Module, sample: _Sample, output: torch.Tensor) -> str:
+    """Why it is no norm of each row by itself, or of other rows too; "" if it may be one.
+
+    output: for the sample. A module may refuse any other input.
+    """
+    x, parameters, shape = sample
+    rows, expected = (each.reshape(-1, *shape).clone() for each in (x, output))
+    num_repeats = max(1, _MOST_ELEMENTS // rows.numel())
+    views = [lambda of: of[:1], lambda of: of[0], lambda of: of[None, :, None, None]]
+    views += [lambda of: torch.cat([of] * num_repeats), lambda of: of]
+    for view in views:
+        if view is views[-1]:
+            rows[1] = expected[1] = math.nan
+        with contextlib.suppress(Exception):  # any forward may raise anything
+            given, right = view(rows), view(expected)
+            y = _output(module, given, parameters, False)
+            allowed = 1e-4 * float(right.nan_to_num().abs().max())  # rounding is nearer
+            if not torch.allclose(y, right.to(y.dtype), rtol=0, atol=allowed, equal_nan=True):
+                what = "a NaN" if view is views[-1] else f"input of shape {tuple(given.shape)}"
+                return f"it computes another result for {what}"
+    *outer, num_cols = shape
+    for extents in ((2, *outer, 2 * num_cols), (2, *shape, 1, 3 if num_cols == 2 else 2)):
+        with contextlib.suppress(Exception):
+            _output(module, torch.ones(extents), parameters, False)
+            allowed = ", ".join(map(str, shape))
+            return f"it takes input of shape {extents} too; expected (..., {allowed}) alone"
+    return ""
+
+
+# Of an input that shows whether many rows are treated as few.
+_MOST_ELEMENTS = 2**16
 
 
 def _differences(

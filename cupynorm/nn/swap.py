@@ -109,10 +109,12 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
       or a number of up to four digits.
 
     Not replaced ("left") are modules with hooks, with parametrized weights, with a weight such as
-    (1,) or (1, 1, C), or with a forward that does more. model itself is left too: only its parent
-    could replace it. The result lists those that look like a norm, with the reason. A module looks
-    like a norm by the names of its class or parameters, or if the size of its input does not change
-    its output. One without parameters does if it returns about what a norm of 24 columns returns.
+    (1,) or (1, 1, C), with a __call__ or _load_from_state_dict of their own, or with a forward that
+    does more or depends on the shape of its input. So are norms that torch.compile has wrapped, and
+    model itself: only its parent could replace it. The result lists those that look like a norm,
+    with the reason. A module looks like a norm by the names of its class or parameters, or if the
+    size of its input does not change its output. One without parameters does if it returns about
+    what a norm of 24 columns returns.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
@@ -132,7 +134,9 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         report.left.append(Swap("(model)", _name(model), "", reason))
     seen: dict[torch.nn.Module, tuple[str, torch.nn.Module | None]] = {}
     for path, parent, name, module in list(_places(model)):
-        if module in seen:
+        if type(parent).__module__.startswith("torch._dynamo."):
+            replacement, remark = None, "torch.compile has wrapped it; expected the swap before"
+        elif module in seen:
             first, replacement = seen[module]
             remark = f"the module of {first}"
         else:
@@ -218,6 +222,15 @@ def _is_torchs(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn.", "torch.jit."))
 
 
+# Methods besides forward that give a module other values. A replacement has torch's.
+_LOST = (
+    "__call__",
+    "_apply",
+    "_load_from_state_dict",
+    "_save_to_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+)
 _NAMES = {("beta", "gamma"), ("gamma",), ("a_2", "b_2")}
 # Wider parameters are a table or a matrix; a probe of them would take gigabytes.
 _MOST_COLS = 2**20
@@ -256,6 +269,11 @@ _KNOWN = {
 }
 
 
+def _is_known(module: torch.nn.Module) -> bool:
+    package = type(module).__module__.partition(".")[0]
+    return type(module).__qualname__ in _KNOWN.get(package, ())
+
+
 def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Module | None, str]:
     """(replacement, how results differ), or (None, why there is none)."""
     if obstacle := _obstacle(module):
@@ -266,7 +284,7 @@ def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Mod
     own_names = {name: name for name in parameters_of(module)}
     if kind in (torch.nn.LayerNorm, torch.nn.RMSNorm):
         formula, remark = Formula(kind is torch.nn.LayerNorm, False, eps), ""
-    elif kind.__qualname__ in _KNOWN.get(package, ()):
+    elif _is_known(module):
         zero_centered = getattr(module, "zero_centered_gamma", False)
         formula = Formula("LayerNorm" in kind.__qualname__, zero_centered, eps)
         casts = package == "transformer_engine" or kind.__qualname__.startswith("Mixed")
@@ -335,6 +353,12 @@ def _obstacle(module: torch.nn.Module) -> str:
         return f"it has {', '.join(hooks)}"
     if "forward" in vars(module):
         return "its forward was replaced on this object"
+    for name in () if _is_known(module) else _LOST:
+        if getattr(type(module), name) is not getattr(torch.nn.Module, name):
+            return f"its class has a {name} of its own"
+    for name, value in attributes:
+        if isinstance(value, torch.Tensor) and not re.search("(^|_)eps", name):
+            return f"its attribute {name} is a tensor; expected a parameter"
     if type(module).__module__.startswith("transformer_engine.pytorch.ops"):
         return "TransformerEngine fuses it with what follows"
     parameters = parameters_of(module)
@@ -345,6 +369,8 @@ def _obstacle(module: torch.nn.Module) -> str:
         if type(parameter) is not torch.nn.Parameter:
             kind = type(parameter).__name__
             return f"its {name} is a {kind}; expected a plain torch.nn.Parameter"
+        if getattr(parameter, "_fsdp_flattened", False):
+            return "FullyShardedDataParallel has wrapped it; expected the swap before"
     shape = _shape(module)
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"

@@ -10,6 +10,7 @@ from cupynorm.reference import fp8 as reference
 
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import NAME, assert_product, values  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm import (  # noqa: E402
@@ -130,15 +131,19 @@ def test_weight_gradients_in_main_grad_and_delayed(fuse, recipe):
         assert (got - expected).abs().max() <= 2.0**-20 * expected.abs().max()
 
 
-def test_weight_gradients_of_meta_tensors_are_in_main_grad_too():
+@pytest.mark.parametrize("kind", (Linear, cupynorm.LayerNormLinear))
+def test_weight_gradients_of_meta_tensors_are_in_main_grad_too(kind):
     """The operator of a norm and a linear layer, which other meta tensors go to, has no sink."""
-    layer = Linear(8, 4, device="meta", fuse_wgrad_accumulation=True)
+    layer = kind(8, 4, device="meta", fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.empty_like(layer.weight)
     x = torch.empty(3, 8, device="meta", requires_grad=True)
     y = layer(x)
     y.square().sum().backward()
     assert y.is_meta and y.shape == (3, 4) and x.grad.shape == x.shape
     assert layer.weight.grad is None and layer.bias.grad.shape == (4,)
+    assert layer.weight.main_grad._version > 0
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match="a class of their own"):
+        kind(8, 4, device="cpu", delay_wgrad_compute=True)(torch.empty(3, 8))
 
 
 def test_backward_keeps_a_byte_an_element():

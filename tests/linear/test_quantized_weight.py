@@ -259,6 +259,10 @@ def test_threads_share_no_conversion_and_no_fp8_model_init():
         assert Linear(8, 4).weight.recipe == BlockScaling()
         inner.__exit__(None, None, None)
     assert not isinstance(Linear(8, 4).weight, QuantizedWeight)
+    weight = make().weight
+    for given, options in ((weight, vars(weight)), (weight.dequantize(), {})):  # as accelerate
+        with pytest.raises(NotImplementedError, match="not made inside fp8_model_init"):
+            type(weight)(given, requires_grad=True, **options)
 
 
 def test_views_are_read_only():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from turns import by_turns
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.distributed.checkpoint")
 state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 from fp8_linear_cases import make, step  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from cupynorm import DelayedScaling, LayerNorm, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
 
@@ -89,11 +91,7 @@ def test_parts_in_a_state_dict_share_the_memory_of_the_parameters():
 
 def test_a_state_dict_of_adapters_leaves_the_scales():
     """It has no parameters of the layers, and is loaded with strict=False."""
-    model = torch.nn.Sequential(
-        LayerNorm(16), Linear(16, 16), LayerNormLinear(16, 16, device="cpu")
-    )
-    with fp8_autocast():
-        model[2](model[1](model[0](torch.randn(4, 16), fp8_output=True)))
+    model = trained_model()
     scales = model[0]._fp8_scales, model[1]._fp8_states, model[2]._fp8_states
     saved = [model[0].state_dict()["_extra_state"], *(each.get_extra_state() for each in model[1:])]
     found = model.load_state_dict({"3.adapter": torch.ones(1)}, strict=False)
@@ -105,3 +103,54 @@ def test_a_state_dict_of_adapters_leaves_the_scales():
     state = {f"{at}.{name}": p for at in range(3) for name, p in model[at].named_parameters()}
     model.load_state_dict(state, strict=False)
     assert model[0]._fp8_scales is None and not model[1]._fp8_states and not model[2]._fp8_states
+
+
+def trained_model() -> torch.nn.Module:
+    """A norm and both layers, each with scales."""
+    model = torch.nn.Sequential(
+        LayerNorm(16), Linear(16, 16), LayerNormLinear(16, 16, device="cpu")
+    )
+    with fp8_autocast():
+        model[2](model[1](model[0](torch.randn(4, 16), fp8_output=True))).sum().backward()
+    return model
+
+
+def test_scales_without_values_are_none():
+    """Of a model or a state dict that torch.load puts on "meta", and of FakeTensors."""
+    model, files = trained_model(), [io.BytesIO(), io.BytesIO()]
+    for file, saved in zip(files, (model, model.state_dict())):
+        torch.save(saved, file)
+        file.seek(0)
+    of_file = torch.load(files[0], map_location="meta", weights_only=False)
+    of_state, fake = trained_model(), trained_model()
+    of_state.load_state_dict(torch.load(files[1], map_location="meta"), assign=True)
+    files[1].seek(0)
+    with FakeTensorMode():
+        fake.load_state_dict(torch.load(files[1]), assign=True)
+    for each in (of_file, of_state, fake):
+        assert each[0]._fp8_scales is None and not each[1]._fp8_states and not each[2]._fp8_states
+        assert not each[2].state_dict()["_extra_state"].numel()
+    of_file.to_empty(device="cpu").load_state_dict(model.state_dict())
+    states = [each.state_dict() for each in (of_file, model)]
+    assert states[0].keys() == states[1].keys()
+    assert all(map(torch.equal, *(each.values() for each in states)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_dict_of_an_older_weight_norm_is_loaded():
+    """torch's own pre-hook writes the keys of the parametrization into the state dict."""
+    for make_layer in (lambda: Linear(8, 4), lambda: LayerNormLinear(8, 4, device="cpu")):
+        older = torch.nn.utils.weight_norm(make_layer())
+        layer = torch.nn.utils.parametrizations.weight_norm(make_layer())
+        state = older.state_dict()
+        keys = [*state]
+        layer.load_state_dict(state)
+        x = torch.randn(3, 8)
+        assert torch.allclose(layer(x), older(x), atol=1e-6) and [*state] == keys
+
+
+def test_a_state_stays_an_object_between_processes():
+    """torch.distributed.checkpoint's async_save may save it in a process of its own."""
+    for state in (trained_model()[0].get_extra_state(), LayerNorm(8).get_extra_state()):
+        received = ForkingPickler.loads(ForkingPickler.dumps(state))
+        assert torch.equal(received, state) and type(received) is type(state) is not torch.Tensor

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from cupynorm import (
     CurrentScaling,
     DelayedScaling,
+    LayerNorm,
     LayerNormLinear,
     Linear,
     QuantizedTensor,
@@ -301,6 +302,36 @@ def sharded_layers_load_delayed_scales(rank: int) -> None:
                 assert expected.numel() and torch.equal(layer.get_extra_state(), expected), way
             for one, other in zip(saver.parameters(), loader.parameters()):
                 assert torch.equal(full(one), full(other))
+
+
+@check
+def rank_0_broadcasts_scales(rank: int) -> None:
+    """Those of a norm too. A state dict of adapters leaves all of them."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    def model(num_steps: int) -> torch.nn.Sequential:
+        layers = torch.nn.Sequential(LayerNorm(16, device=DEVICE), *make_layers(1))
+        layers.append(Linear(16, 16, device=DEVICE))
+        torch.nn.init.eye_(layers[2].weight)
+        torch.nn.init.ones_(layers[2].bias)
+        for _ in range(num_steps):
+            with fp8_autocast(recipe=DelayedScaling(amax_history_len=3)):
+                y = layers[2](layers[1](layers[0](random(8, 16), fp8_output=True)))
+            y.sum().backward()
+        return layers
+
+    saver, loader = model(2), model(0)
+    state = {name: value.clone() for name, value in saver.state_dict().items()}
+    assert sum("_extra_state" in name for name in state) == 3
+    set_model_state_dict(loader, dict(state) if rank == 0 else {}, options=options)
+    loaded = loader.state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], each) for name, each in state.items())
+    adapters = {"0.adapter": torch.ones(1)}
+    set_model_state_dict(
+        loader, adapters, options=StateDictOptions(full_state_dict=True, strict=False)
+    )
+    assert all(torch.equal(loader.state_dict()[name], state[name]) for name in state)
 
 
 @check

@@ -107,14 +107,20 @@ class InitialisedLayerNorm(torch.nn.LayerNorm):
 
 
 def foreign(name: str, module: str, **attributes) -> torch.nn.Module:
-    """A module with the name of another library's. Its forward raises."""
+    """A module with the name of another library's. Its forward raises.
+
+    TransformerEngine's have an extra state and a _load_from_state_dict of their own.
+    """
 
     def forward(self, x):
         raise AssertionError("only CUDA")
 
-    made = type(
-        name, (torch.nn.Module,), {"__module__": module, "__qualname__": name, "forward": forward}
-    )()
+    methods = {"forward": forward}
+    if module.startswith("transformer_engine"):
+        methods["_load_from_state_dict"] = lambda self, *arguments: None
+        methods["set_extra_state"] = lambda self, state: None
+    names = {"__module__": module, "__qualname__": name}
+    made = type(name, (torch.nn.Module,), names | methods)()
     for key, value in attributes.items():
         setattr(made, key, value)
     return made

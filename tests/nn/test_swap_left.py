@@ -104,6 +104,13 @@ def with_(module: torch.nn.Module, **attributes) -> torch.nn.Module:
     return module
 
 
+def flattened(module: torch.nn.Module) -> torch.nn.Module:
+    """As FullyShardedDataParallel(use_orig_params=True) marks the parameters that it shards."""
+    for each in module.parameters():
+        each._fsdp_flattened = True
+    return module
+
+
 NEITHER = "it computes neither layer_norm nor rms_norm of its weight"
 
 
@@ -123,9 +130,79 @@ class ClippedGradients(LlamaRMSNorm):
         return y
 
 
+class OfRows(LlamaRMSNorm):
+    """An RMSNorm unless `is_other` says so of its input."""
+
+    def __init__(self, is_other) -> None:
+        super().__init__(64)
+        self.is_other = is_other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight if self.is_other(x) else super().forward(x)
+
+
+class OfHeads(LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(*x.shape[:-1], -1, len(self.weight))).reshape(x.shape)
+
+
+class WithoutNaN(LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).nan_to_num()
+
+
+class AnyNumber(LlamaRMSNorm):
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(sum(inputs))
+
+
+class Doubling(torch.nn.LayerNorm):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(x)
+
+
+class OfOlderKeys(LlamaRMSNorm):
+    def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
+        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] + 1
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
 OTHER_GRADIENTS = "its gradients are not those of the norm that it computes"
 
 LEFT = {
+    "many rows": (
+        lambda: OfRows(lambda x: x.numel() > 2**15),
+        "it computes another result for input of shape (1020, 64)",
+    ),
+    "one row": (
+        lambda: OfRows(lambda x: x.numel() == 64),
+        "it computes another result for input of shape (1, 64)",
+    ),
+    "no dimension of rows": (
+        lambda: OfRows(lambda x: x.ndim == 1),
+        "it computes another result for input of shape (64,)",
+    ),
+    "more dimensions": (
+        lambda: OfRows(lambda x: x.ndim == 5),
+        "it computes another result for input of shape (1, 20, 1, 1, 64)",
+    ),
+    "a NaN in other rows": (
+        lambda: OfRows(lambda x: x.isnan().any()),
+        "it computes another result for a NaN",
+    ),
+    "no NaN": (lambda: WithoutNaN(64), "it computes another result for a NaN"),
+    "heads": (lambda: OfHeads(64), "it takes input of shape (2, 128) too; expected (..., 64)"),
+    "any number of inputs": (lambda: AnyNumber(64), "its forward takes inputs; expected one input"),
+    "__call__": (lambda: Doubling(64), "its class has a __call__ of its own"),
+    "older keys": (lambda: OfOlderKeys(64), "its class has a _load_from_state_dict of its own"),
+    "FullyShardedDataParallel": (
+        lambda: flattened(torch.nn.LayerNorm(64)),
+        "FullyShardedDataParallel has wrapped it; expected the swap before",
+    ),
+    "tensor attribute": (
+        lambda: with_(LlamaRMSNorm(64), gain=torch.ones(64)),
+        "its attribute gain is a tensor; expected a parameter",
+    ),
     "a detached variance": (lambda: DetachedRMSNorm(64), OTHER_GRADIENTS),
     "clipped gradients": (lambda: ClippedGradients(64), OTHER_GRADIENTS),
     "forward hook": (lambda: hooked("register_forward_hook"), "it has forward_hooks"),
@@ -355,6 +432,22 @@ def test_the_model_itself_is_left():
     assert not cupynorm.swap_norms(cupynorm.LayerNorm(8)).left
     with pytest.raises(TypeError, match="model is a list; expected a torch.nn.Module"):
         cupynorm.swap_norms([torch.nn.LayerNorm(8)])
+
+
+def test_gradients_are_looked_at_in_inference_mode_too():
+    model = torch.nn.Sequential(DetachedRMSNorm(64), torch.nn.LayerNorm(64))
+    with torch.inference_mode():
+        report = cupynorm.swap_norms(model)
+    assert [each.remark for each in report.left] == [OTHER_GRADIENTS] and model[1].training
+
+
+def test_a_compiled_norm_is_left():
+    """torch.compile keeps what it has wrapped, whatever else its wrapper holds."""
+    compiled = torch.compile(torch.nn.LayerNorm(8), backend="eager")
+    for model, name in ((compiled, "_orig_mod"), (torch.nn.Sequential(compiled), "0._orig_mod")):
+        report = cupynorm.swap_norms(model)
+        assert not report.swapped and [each.name for each in report.left] == [name]
+        assert report.left[0].remark == "torch.compile has wrapped it; expected the swap before"
 
 
 def test_modules_of_torchscript_are_passed_over():
