@@ -170,15 +170,11 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
     for threads, most_packs in _GRID_THREADS.items():
         tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
         block = grid_block(problem, tile)
-        tile = replace(
-            tile,
-            packs_per_thread=block.packs,
-            exact=int(block.exact),
-            stages=block.most_stages,
-        )
+        packs, stages = block.packs, block.most_stages
+        tile = replace(tile, packs_per_thread=packs, exact=int(block.exact), stages=stages)
         if not fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
             return None
-        if tile.stages and block.packs <= most_packs:
+        if stages and packs <= most_packs:
             return tile
     return replace(tile, stages=0) if problem.num_cols <= _MOST_GRID_COLS else None
 
