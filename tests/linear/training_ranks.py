@@ -244,7 +244,6 @@ def rank_0_broadcasts_scales(rank: int) -> None:
     assert all(torch.equal(loader.state_dict()[name], state[name]) for name in state)
 
 
-@check
 def a_pipeline_that_splits_backwards(rank: int) -> None:
     """Gradients of inputs come first, those of weights later, between other microbatches."""
     recipe, layers, mine = DelayedScaling(amax_history_len=3), make_layers(4), (rank, 3 - rank)
@@ -262,6 +261,11 @@ def a_pipeline_that_splits_backwards(rank: int) -> None:
         for at in mine:
             for one, other in zip(layers[at].parameters(), whole[at].parameters()):
                 torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+# Stages of torch 2.11 and older fail over gloo, with torch's layers too.
+if hasattr(PipelineStage, "_forward_metadata_inference"):
+    check(a_pipeline_that_splits_backwards)
 
 
 @check
