@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -13,6 +14,10 @@ import pytest
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 _MUCH_MEMORY = 2**30
+
+# One thread for the products of torch and NumPy in each process, because pytest -n starts as many
+# processes as there are processors. Threads that wait for a processor wait with another one busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @cache

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -123,10 +124,10 @@ CUPY = {"gpu/nvrtc", "gpu/launch"}
 
 def wing_of(name: str) -> str:
     """The folder of a module, given as "plan/tile" or "plan.tile"."""
-    first = re.split(r"[/.]", name)[0]
-    return first
+    return re.split(r"[/.]", name)[0]
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether at module level) of each import; here as cupynorm.<module>."""
     tree = ast.parse(path.read_text(), str(path))
@@ -187,18 +188,20 @@ def test_imports_sees_every_kind(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "__init__"])
-def test_arrows_go_one_way(name):
-    own = wing_of(name)
-    assert own in WINGS, f"cupynorm/{name}.py is in no wing: say in WINGS where it stands"
-    for imported, _ in imports(MODULES[name]):
-        package, _, module = imported.partition(".")
-        if package != "cupynorm" or module in BELOW_ALL or wing_of(module) in BELOW_ALL:
+def test_arrows_go_one_way():
+    for name in MODULES:
+        own = wing_of(name)
+        if name == "__init__":
             continue
-        other = wing_of(module)
-        assert other in WINGS, f"{name} imports {imported}, which is in no wing"
-        upward = WINGS.index(other) > WINGS.index(own)
-        assert not upward, f"{name} imports {imported} from a wing above"
+        assert own in WINGS, f"cupynorm/{name}.py is in no wing: say in WINGS where it stands"
+        for imported, _ in imports(MODULES[name]):
+            package, _, module = imported.partition(".")
+            if package != "cupynorm" or module in BELOW_ALL or wing_of(module) in BELOW_ALL:
+                continue
+            other = wing_of(module)
+            assert other in WINGS, f"{name} imports {imported}, which is in no wing"
+            upward = WINGS.index(other) > WINGS.index(own)
+            assert not upward, f"{name} imports {imported} from a wing above"
 
 
 def test_modules_do_not_import_in_circles():
@@ -222,9 +225,9 @@ def test_modules_do_not_import_in_circles():
     assert not left, f"in a circle: {', '.join(left)}"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_that_may_import_torch_and_cupy(name):
-    for imported, at_module_level in imports(MODULES[name]):
+def test_modules_that_may_import_torch_and_cupy():
+    of_all = [(name, *found) for name in MODULES for found in imports(MODULES[name])]
+    for name, imported, at_module_level in of_all:
         library = imported.partition(".")[0]
         if library == "torch":
             in_torch = wing_of(name) in TORCH or name == "bench/triton_tutorial"
@@ -304,6 +307,6 @@ def test_borrowed_underscores_are_found():
     assert sorted(borrowed_underscores(text)) == ["_x", "cupynorm.gpu._f", "d._z"]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_underscore_names_stay_in_their_module(name):
-    assert not borrowed_underscores(MODULES[name].read_text())
+def test_underscore_names_stay_in_their_module():
+    borrowed = {name: borrowed_underscores(path.read_text()) for name, path in MODULES.items()}
+    assert not {name: names for name, names in borrowed.items() if names}

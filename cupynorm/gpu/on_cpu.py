@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -260,7 +260,7 @@ def _run(command: list[str] | tuple[str, ...], text: str = "") -> subprocess.Com
 
 def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> tuple[str, Path]:
     source, name_expression, functors = kernel.source, kernel.name_expression, kernel.functors
-    folder = Path(folder or cuda_src()).resolve()
+    folder = Path(folder).resolve() if folder else cuda_src()
     if not (folder / source).is_file():
         raise OnCpuError(f"there is no {source} in {folder}; expected a .cu file of it")
     runtime = _runtime(folder, instruments)
@@ -274,7 +274,7 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     )
     # The library contains the runtime's path, so the path is part of the key.
     key = _digest(
-        _digest_of_included(folder, text),
+        _digest_of_included(folder, *_INCLUDE.findall(text)),
         _digest_of_files(_headers(folder)),
         text,
         str(runtime),
@@ -369,6 +369,17 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256(repr((parts, macros)).encode()).hexdigest()[:32]
 
 
+def _once_if_installed(digest: Callable[..., str]) -> Callable[..., str]:
+    """Reads the installed sources once in a process, and those of other folders at each call."""
+    kept = functools.cache(digest)
+
+    def read(folder: Path, *names: str) -> str:
+        return (kept if folder.is_relative_to(cuda_src()) else digest)(folder, *names)
+
+    return read
+
+
+@_once_if_installed
 def _digest_of_files(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
@@ -378,17 +389,18 @@ def _digest_of_files(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _digest_of_included(folder: Path, text: str) -> str:
-    """The digest of the files of a folder that a text includes, and that these include."""
+@_once_if_installed
+def _digest_of_included(folder: Path, *names: str) -> str:
+    """The digest of the files of a folder with these names, and of those that they include."""
     digest = hashlib.sha256()
-    files, left, seen = source_files(folder), [text], set()
+    files, left, seen = source_files(folder), [names], set()
     while left:
-        for name in _INCLUDE.findall(left.pop()):
+        for name in left.pop():
             if name in files and name not in seen:
                 seen.add(name)
                 content = files[name].read_text(encoding="utf-8")
                 digest.update(f"{name} {len(content)}\n{content}".encode())
-                left.append(content)
+                left.append(_INCLUDE.findall(content))
     return digest.hexdigest()
 
 

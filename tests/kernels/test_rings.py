@@ -28,8 +28,8 @@ from cupynorm.plan.strategies import STATISTICS
 
 
 def assert_same_in_other_orders(case, results):
-    """The same bits, whichever thread of the CPU runs first."""
-    for seed in SEEDS:
+    """The same bits, whichever thread of the CPU runs first. `results` are of seed 0."""
+    for seed in SEEDS[1:]:
         others = run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed))
         assert identical(results, others), f"seed {seed}"
 

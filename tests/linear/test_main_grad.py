@@ -79,6 +79,17 @@ def whole_product(module, problem) -> torch.Tensor:
     return tensor(problem.dy).t() @ normalized.double()
 
 
+def after_a_step():
+    """A module of float64 with main_grad, a problem, and main_grad after one step."""
+    module = LayerNormLinear(
+        24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU
+    )
+    problem = problem_of(module, dtype="float64")
+    main_grads(module, torch.float64)
+    step(module, problem, dtype="float64")
+    return module, problem, module.weight.main_grad.clone()
+
+
 def assert_times(module, problem, once, times):
     """Checks that main_grad is the sum of that many steps, with errors by each addition."""
     x, dy = tensor(problem.x), tensor(problem.dy)
@@ -93,13 +104,7 @@ def assert_times(module, problem, once, times):
 
 
 def test_the_first_microbatch_overwrites_main_grad():
-    module = LayerNormLinear(
-        24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU
-    )
-    problem = problem_of(module, dtype="float64")
-    main_grads(module, torch.float64)
-    step(module, problem, dtype="float64")
-    once = module.weight.main_grad.clone()
+    module, problem, once = after_a_step()
     for first, expected_times in (
         (None, 2),
         (False, 3),
@@ -118,13 +123,8 @@ def test_the_first_microbatch_overwrites_main_grad():
 
 def test_microbatches_with_backwards_in_another_order():
     """Two forwards with the last backward first, and a layer used twice in one forward."""
-    module = LayerNormLinear(
-        24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU
-    )
-    problem = problem_of(module, dtype="float64")
-    main_grads(module, torch.float64)
-    step(module, problem, dtype="float64")
-    once, x, dy = module.weight.main_grad.clone(), tensor(problem.x), tensor(problem.dy)
+    module, problem, once = after_a_step()
+    x, dy = tensor(problem.x), tensor(problem.dy)
     for flags in ((True, False), (True, True), (True, None)):
         made = [module(x, is_first_microbatch=first) for first in flags]
         for y in reversed(made):
@@ -142,13 +142,8 @@ def test_microbatches_of_main_grad_under_checkpointing(use_reentrant):
 
     With use_reentrant=True the first run is not recorded, so the second one begins the step, once.
     """
-    module = LayerNormLinear(
-        24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU
-    )
-    problem = problem_of(module, dtype="float64")
-    main_grads(module, torch.float64)
-    step(module, problem, dtype="float64")
-    once, dy = module.weight.main_grad.clone(), tensor(problem.dy)
+    module, problem, once = after_a_step()
+    dy = tensor(problem.dy)
 
     def run(first):
         x = tensor(problem.x, grad=True)

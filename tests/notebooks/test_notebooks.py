@@ -59,6 +59,15 @@ def conditions(notebook):
     ]
 
 
+def run(notebook, monkeypatch):
+    """Runs all cells in their folder. Raises if a cell does."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    resources = {"metadata": {"path": str(ROOT / "notebooks")}}
+    nbclient.NotebookClient(
+        notebook, timeout=90, kernel_name="python3", resources=resources
+    ).execute()
+
+
 def skip_without_compiler():
     try:
         on_cpu.compiler()
@@ -112,16 +121,11 @@ def test_it_runs(path, monkeypatch):
         skip_without_compiler()
     if "import torch" in path.read_text(encoding="utf-8"):
         pytest.importorskip("torch")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    stored = read(path)
-    fresh = read(path)
+    stored, fresh = read(path), read(path)
     for cell in fresh.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    resources = {"metadata": {"path": str(path.parent)}}
-    nbclient.NotebookClient(
-        fresh, timeout=90, kernel_name="python3", resources=resources
-    ).execute()  # raises if a cell does
+    run(fresh, monkeypatch)
     assert num_pictures(fresh) == num_pictures(stored)
     assert all(ALL_WITHIN in text for text in conditions(fresh))
     assert exact(fresh) == exact(stored)
@@ -130,16 +134,12 @@ def test_it_runs(path, monkeypatch):
 @pytest.mark.slow
 def test_the_width_that_notebook_4_asks_for_runs(monkeypatch):
     skip_without_compiler()
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     path = next(path for path in NOTEBOOKS if path.stem.startswith("4_"))
     notebook = read(path)
     assert any("Try `num_cols = 1024`" in cell.source for cell in notebook.cells)
     changed = next(cell for cell in code_cells(notebook) if "num_cols = 128" in cell.source)
     changed.source = changed.source.replace("num_cols = 128", "num_cols = 1024")
-    resources = {"metadata": {"path": str(path.parent)}}
-    nbclient.NotebookClient(
-        notebook, timeout=90, kernel_name="python3", resources=resources
-    ).execute()  # raises if a cell does
+    run(notebook, monkeypatch)
     assert any(" x 1024 float32 block" in text_of(cell) for cell in code_cells(notebook))
 
 
@@ -147,15 +147,11 @@ def test_the_width_that_notebook_4_asks_for_runs(monkeypatch):
 def test_another_width_runs_and_changes_what_is_printed(monkeypatch):
     """The first change that notebook 2 asks for."""
     skip_without_compiler()
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     path = next(path for path in NOTEBOOKS if path.stem.startswith("2_"))
     notebook = read(path)
     before = [text_of(cell) for cell in code_cells(notebook)]
     first = code_cells(notebook)[0]
     assert "num_cols, num_rows, dtype = 256," in first.source
     first.source = first.source.replace("dtype = 256,", "dtype = 192,")
-    resources = {"metadata": {"path": str(path.parent)}}
-    nbclient.NotebookClient(
-        notebook, timeout=90, kernel_name="python3", resources=resources
-    ).execute()  # raises if a cell does
+    run(notebook, monkeypatch)
     assert [text_of(cell) for cell in code_cells(notebook)] != before

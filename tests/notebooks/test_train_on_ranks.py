@@ -32,7 +32,6 @@ def test_several_ranks_have_the_losses_of_one(example, monkeypatch, capsys, devi
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # more only wait for each other
     monkeypatch.setattr(sys, "argv", ["train_on_ranks.py", str(STEPS)])
     example.main()
     alone = losses_of(capsys.readouterr().out, 1)
