@@ -8,18 +8,9 @@
 #include "backward_stores.cuh"
 #include "functor_gradient.cuh"
 #include "load.cuh"
+#include "mean_rstd.cuh"
 #include "next_kernel.cuh"
-#include "reduce.cuh"
 #include "x_hat_load.cuh"
-
-// A product that is rounded, never fused with the next operation. dy * weight: so that a row of one
-// column gets exactly 0. The two means: so that dx has the same bits in all kernels.
-__device__ __forceinline__ float rounded_product(float left, float right) {
-  return __fmul_rn(left, right);
-}
-__device__ __forceinline__ double rounded_product(double left, double right) {
-  return __dmul_rn(left, right);
-}
 
 // The gradient of one row. normalized: the kernel loads x_hat, not x.
 template <class Compute, bool normalized = false>

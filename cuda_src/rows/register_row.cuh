@@ -15,6 +15,8 @@ struct RegisterRow : RegisterBudget<typename Load::Held, typename Load::Compute,
   static constexpr int num_packs = tile.packs_per_thread;
   static constexpr int threads_per_row = tile.threads_per_row;
   static constexpr bool has_exact_sums = tile.cols() * tile.cluster_size <= most_exact_cols<Held>;
+  static constexpr bool adds_equals_exactly =
+      sizeof(Held) == 2 && tile.cols() * tile.cluster_size <= pack_size << 13;
   static constexpr int num_summed_packs =
       tile.threads_per_row <= 32 && tile.pack_size > 1 && tile.path != Path::bundle ? num_packs : 0;
   static constexpr int cols_apart = tile.threads_per_row * pack_size;  // from pack to pack

@@ -18,7 +18,7 @@ __device__ __forceinline__ void for_each_own_col(Slice cols, F f) {
 template <class Held, class Compute, Tile tile>
 struct SmemRow {
   static constexpr int pack_size = tile.pack_size;
-  static constexpr bool has_exact_sums = false;
+  static constexpr bool has_exact_sums = false, adds_equals_exactly = false;
   static constexpr int num_summed_packs = 0;
   static constexpr int num_kept_results = 0;
 

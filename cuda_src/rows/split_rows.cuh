@@ -9,7 +9,7 @@
 // a constant row is exact on each rank, and so is that of all.
 template <class Load, Tile tile>
 struct PartInRegisters : RegisterRow<Load, tile> {
-  static constexpr bool has_exact_sums = false;
+  static constexpr bool has_exact_sums = false, adds_equals_exactly = false;
   typename Load::Compute first_value;
 
   __device__ __forceinline__ typename Load::Compute origin() const { return first_value; }

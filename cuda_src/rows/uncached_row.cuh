@@ -17,8 +17,9 @@ template <class Load, Tile tile>
 struct UncachedRow {
   using Compute = typename Load::Compute;
   static constexpr int pack_size = tile.pack_size;
-  // Whether float sums of as many values of one magnitude as the row has are exact.
-  static constexpr bool has_exact_sums = false;
+  // Whether float sums of as many values of one magnitude as the row has are exact, or at least of
+  // equal values: all partial sums are multiples of a pack's, and have 24 bits (float16: 11).
+  static constexpr bool has_exact_sums = false, adds_equals_exactly = false;
   // Packs of a thread if PackSums (sums.cuh) adds them in pairs, else 0.
   static constexpr int num_summed_packs = 0;
   // Packs of results that a thread can keep in registers as well, or 0.

@@ -4,6 +4,14 @@
 
 __device__ __forceinline__ float rsqrt_rounded(float value) { return __frsqrt_rn(value); }
 __device__ __forceinline__ double rsqrt_rounded(double value) { return 1.0 / sqrt(value); }
+// A product that is rounded, never fused with the next operation, so that rows have the same bits
+// in all kernels. dy * weight: also so that a row of one column gets exactly 0.
+__device__ __forceinline__ float rounded_product(float left, float right) {
+  return __fmul_rn(left, right);
+}
+__device__ __forceinline__ double rounded_product(double left, double right) {
+  return __dmul_rn(left, right);
+}
 // numerator / denominator from the denominator's reciprocal, rounded as a division (Markstein
 // 1990): an exact multiple of the denominator gives an exact quotient. An infinite numerator gives
 // NaN.
@@ -54,7 +62,8 @@ __device__ __forceinline__ RowStatistics<Compute> corrected(Compute first,
   const Compute reciprocal = Compute(1) / count;
   const Compute correction = divide(deviations.part[0], count, reciprocal);
   // The excess of the squares around `first`: in a constant row all of them, exactly.
-  const Compute squares = deviations.part[1], excess = deviations.part[0] * correction;
+  const Compute squares = deviations.part[1];
+  const Compute excess = rounded_product(deviations.part[0], correction);
   // Leaves out an excess that overflowed: the variance is then infinite, not NaN. (x - x is 0 only
   // for finite x.)
   const Compute variance = (excess - excess == 0 ? squares - excess : squares) * reciprocal;
@@ -63,6 +72,7 @@ __device__ __forceinline__ RowStatistics<Compute> corrected(Compute first,
   const Compute rstd =
       rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
   const Compute mean = first + correction;
-  if constexpr (moves_first) return {mean, rstd, mean, (mean - first - correction) * rstd};
-  return {mean, rstd, first, -correction * rstd};
+  if constexpr (moves_first)
+    return {mean, rstd, mean, rounded_product(mean - first - correction, rstd)};
+  return {mean, rstd, first, rounded_product(-correction, rstd)};
 }

@@ -69,7 +69,7 @@ __device__ __forceinline__ RowStatistics<Compute> two_pass_statistics(Row& row, 
   const Deviations deviations = reduce.all(of_packs.total());
   static_assert(sums_rest || !has_origin);
   const Compute rest = sums_rest ? deviations.part[sums_rest] : fma(-first, count, total.part[0]);
-  constexpr bool moves_first = sums_rest && !has_origin;
+  constexpr bool moves_first = sums_rest && !has_origin && !Row::adds_equals_exactly;
   return corrected<moves_first>(first, {{rest, deviations.part[0]}}, count, eps);
 }
 
