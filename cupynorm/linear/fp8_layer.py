@@ -197,7 +197,7 @@ class Fp8Layer(GradientLayer):
 
     def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
         if modes.is_inside_backward() or modes.learns_shapes():
-            return  # a checkpoint runs the call again, or a pipeline runs it before the first one
+            return  # a checkpoint runs the call again, or a pipeline before the first step
         _refuse_transforms(operands)
         if operands.input.is_nested:
             values = nested.Packing(operands.input, 1).values(operands.input, "input")

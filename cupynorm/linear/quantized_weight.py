@@ -50,7 +50,7 @@ class QuantizedWeight(Tensor):
     ) -> QuantizedWeight:
         if not isinstance(quantized, QuantizedTensor) or recipe is None or others:
             raise NotImplementedError(
-                "a weight that is kept in 8-bit floats was to be made by its class, as accelerate "
+                "a weight in 8-bit floats was to be copied by a call of its class, as accelerate "
                 "does; expected a layer that was not made inside fp8_model_init"
             )
         data = quantized.data

@@ -241,8 +241,8 @@ def _has_no_values(state: Tensor) -> bool:
 def complete(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
     """Gives a state dict that a module loads the key of its extra state, if it is absent.
 
-    A state dict of another library may have none: it removes the scales. One that has none of the
-    module's parameters either, such as one of adapters, must leave them.
+    A state dict with the module's parameters and without that key removes the scales: another
+    library may have saved it. One without the parameters, such as one of adapters, leaves them.
     In place, not in a copy: pre-hooks of torch change what children load.
     """
     key = f"{prefix}{EXTRA_STATE}"
@@ -268,8 +268,8 @@ def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
         return {}
     if not is_packed(packed):
         warnings.warn(
-            "the fp8 state in a state dict is not cupynorm's (a pickle of another library, which "
-            "is not opened, or of a later version): scales start at 1",
+            "the fp8 state in a state dict is not cupynorm's, or is of a later version; it is not "
+            "opened: scales start at 1",
             stacklevel=2,
         )
         return {}

@@ -110,15 +110,16 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
 
     Not replaced ("left") are modules with hooks, with parametrized weights, with a weight such as
     (1,) or (1, 1, C), with a __call__ or _load_from_state_dict of their own, or with a forward that
-    does more or depends on the shape of its input. So are norms that torch.compile has wrapped, and
-    model itself: only its parent could replace it. The result lists those that look like a norm,
+    does more or depends on the shape of its input. Norms that torch.compile or
+    FullyShardedDataParallel has wrapped are left. So is model itself: only its parent could replace
+    it. The result lists those that look like a norm,
     with the reason. A module looks like a norm by the names of its class or parameters, or if the
     size of its input does not change its output. One without parameters does if it returns about
     what a norm of 24 columns returns.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
-    torch.compile wraps the model.
+    torch.compile, DistributedDataParallel or FullyShardedDataParallel wraps the model.
 
     Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back.
     Raises TypeError if model is not a torch.nn.Module.
@@ -222,7 +223,7 @@ def _is_torchs(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn.", "torch.jit."))
 
 
-# Methods besides forward that give a module other values. A replacement has torch's.
+# Methods besides forward that change what a module computes or stores. A replacement has torch's.
 _LOST = (
     "__call__",
     "_apply",
