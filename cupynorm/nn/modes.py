@@ -98,7 +98,8 @@ def learns_shapes() -> bool:
     """
     frame = sys._getframe(1) if "torch.distributed.pipelining" in sys.modules else None
     while frame is not None:
-        if frame.f_code.co_name in _LEARN_SHAPES:
+        code, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
+        if code in _LEARN_SHAPES and module.startswith("torch.distributed.pipelining."):
             return True
         frame = frame.f_back
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import FunctionType
 
 import pytest
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm import LayerNorm, LayerNormLinear, Linear, RMSNorm, fp8_autocast  # noqa: E402
+from cupynorm.nn.modes import learns_shapes  # noqa: E402
 
 WIDTH = 32
 DELAYED = cupynorm.DelayedScaling()
@@ -194,6 +196,16 @@ def _forward_metadata_inference(module, x):
     return module(x)
 
 
+def test_a_function_of_the_same_name_is_no_pipeline():
+    pipelining = pytest.importorskip("torch.distributed.pipelining.stage")
+    learn = FunctionType(_forward_metadata_inference.__code__, vars(pipelining))
+    answers = [
+        function(lambda _: learns_shapes(), None)
+        for function in (learn, _forward_metadata_inference)
+    ]
+    assert answers == [True, False]
+
+
 @pytest.mark.parametrize("recipe", (None, DELAYED), ids=("plain", "8-bit"))
 @pytest.mark.parametrize("name", ("8-bit norm", "layer", "delayed", "main_grad"))
 def test_a_pipeline_that_learns_shapes(name, recipe):
@@ -203,6 +215,7 @@ def test_a_pipeline_that_learns_shapes(name, recipe):
         pytest.skip("the norm has an 8-bit y inside of fp8_autocast alone")
     if not hasattr(pipelining.PipelineStage, "_forward_metadata_inference"):
         pytest.skip("this torch learns shapes by another function")
+    learn = FunctionType(_forward_metadata_inference.__code__, vars(pipelining))
     made = []
     for learns in (False, True):
         module = make(name)
@@ -212,7 +225,7 @@ def test_a_pipeline_that_learns_shapes(name, recipe):
             if learns:
                 x = torch.full((6, WIDTH), 1e4, requires_grad=True)
                 with region(recipe):
-                    y = _forward_metadata_inference(module, x * x)
+                    y = learn(module, x * x)
                 torch.autograd.grad(y, x, 1e4 * y)
                 learns = False
             results = step(module, recipe)
