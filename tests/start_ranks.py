@@ -1,6 +1,6 @@
 """Starts one process for each rank, and the checks that each process runs.
 
-A file of checks fills a dict by `check`, and its `main(CHECKS)` is run once for each rank:
+A file of checks fills Checks, and its `main(CHECKS)` is run once for each rank:
 
     python FILE RANK NUM_RANKS FOLDER [NAME ...]
 
@@ -26,6 +26,19 @@ SECONDS = 300
 NOT_FINISHED = "not finished"
 # Not every machine has NVLink multicast, and no check needs it.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+# What the tensors of this process's checks are made on.
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
+
+
+class Checks(dict):
+    """name -> check, of one file."""
+
+    def add(self, function: Callable) -> Callable:
+        """A decorator."""
+        self[function.__name__] = function
+        return function
 
 
 def start(
@@ -79,7 +92,7 @@ def main(
     checks = {name: checks[name] for name in sys.argv[4:] or checks}
     torch.set_num_threads(1)
     backend = "gloo"
-    if os.environ.get("RANKS_DEVICE") == "cuda":
+    if DEVICE == "cuda":
         num_gpus = torch.cuda.device_count()
         backend = "nccl" if num_gpus >= num_ranks else "gloo"
         torch.cuda.set_device(rank % num_gpus)

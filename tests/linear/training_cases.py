@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
+from start_ranks import DEVICE, Checks
 from torch import distributed
 
 from cupynorm import LayerNormLinear
 
-CHECKS = {}
-DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = Checks()
+check = CHECKS.add
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from start_ranks import Checks
 from torch.nn import functional
 
 import cupynorm
@@ -40,12 +41,8 @@ class Ranks(NamedTuple):
         return distribute_tensor(tensor, self.mesh, [placement])
 
 
-CHECKS = {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = Checks()
+check = CHECKS.add
 
 
 def check_of_dtensors(function):

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 
 import pytest
 import torch
-from start_ranks import main
+from start_ranks import DEVICE, Checks, main
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -21,13 +20,8 @@ import cupynorm
 from cupynorm import LayerNormLinear
 from cupynorm.parallel.styles import ColwiseParallel, RowwiseParallel
 
-CHECKS = {}
-DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = Checks()
+check = CHECKS.add
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

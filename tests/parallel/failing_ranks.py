@@ -9,18 +9,14 @@ from datetime import timedelta
 
 import pytest
 import torch
-from start_ranks import main
+from start_ranks import Checks, main
 from torch import distributed
 
 from cupynorm import LayerNormLinear
 
-CHECKS = {}
+CHECKS = Checks()
+check = CHECKS.add
 SECONDS = 1.5
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
 
 
 def make_layer() -> LayerNormLinear:

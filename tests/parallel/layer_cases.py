@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 from functools import partial
 from typing import NamedTuple
 
@@ -19,21 +18,17 @@ import numpy as np
 import pytest
 import torch
 from linear_bounds import LinearProblem, assert_right, draw, half_ulp
+from start_ranks import DEVICE, Checks
 from torch import distributed
 
 import cupynorm
 from cupynorm import LayerNormLinear
 from cupynorm.parallel import overlap
 
-CHECKS = {}
-DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
+CHECKS = Checks()
+check = CHECKS.add
 NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 ROWS, WIDTH, IN, OUT = 8, 2, 24, 16  # input is [ROWS, WIDTH, IN]
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
 
 
 class Case(NamedTuple):
