@@ -16,7 +16,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 _MUCH_MEMORY = 2**30
 
 # One thread for the products of torch and NumPy in each process, because pytest -n starts as many
-# processes as there are processors. Threads that wait for a processor wait with another one busy.
+# processes as there are processors. Idle threads of a product would keep a processor busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -17,8 +17,8 @@ template <class Load, Tile tile>
 struct UncachedRow {
   using Compute = typename Load::Compute;
   static constexpr int pack_size = tile.pack_size;
-  // Whether float sums of as many values of one magnitude as the row has are exact, or at least of
-  // equal values: all partial sums are multiples of a pack's, and have 24 bits (float16: 11).
+  // Whether float sums are exact: of as many values of one magnitude as the row has, and of as many
+  // equal values. Those of 2^13 equal packs of float16 are: a value has 11 bits, and 11 + 13 is 24.
   static constexpr bool has_exact_sums = false, adds_equals_exactly = false;
   // Packs of a thread if PackSums (sums.cuh) adds them in pairs, else 0.
   static constexpr int num_summed_packs = 0;

@@ -77,7 +77,7 @@ class Fp8Layer(GradientLayer):
                 )
         elif past is not None and not past.is_inside:
             region = past.region
-        # A call that is run again and is not the next past one was not kept.
+        # If the next past call began a region of its own, this one came before it and was not kept.
         was_kept = past is None or not past.is_inside
         if region is None and was_kept and not self._past_calls.is_empty:
             self._past_calls.add(None, is_recorded=torch.is_grad_enabled())

@@ -82,6 +82,8 @@ class _Sample(NamedTuple):
 
 
 _LARGE = 2.0**20
+# Of an input that shows whether many rows are treated as few.
+_MOST_ELEMENTS = 2**16
 
 NEITHER = "it computes neither layer_norm nor rms_norm of its weight"
 
@@ -337,10 +339,6 @@ def _why_not_for_other_input(module: torch.nn.Module, sample: _Sample, output: t
             allowed = ", ".join(map(str, shape))
             return f"it takes input of shape {extents} too; expected (..., {allowed}) alone"
     return ""
-
-
-# Of an input that shows whether many rows are treated as few.
-_MOST_ELEMENTS = 2**16
 
 
 def _differences(

@@ -112,10 +112,9 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
     (1,) or (1, 1, C), with a __call__ or _load_from_state_dict of their own, or with a forward that
     does more or depends on the shape of its input. Norms that torch.compile or
     FullyShardedDataParallel has wrapped are left. So is model itself: only its parent could replace
-    it. The result lists those that look like a norm,
-    with the reason. A module looks like a norm by the names of its class or parameters, or if the
-    size of its input does not change its output. One without parameters does if it returns about
-    what a norm of 24 columns returns.
+    it. The result lists those that look like a norm, with the reason. A module looks like a norm by
+    the names of its class or parameters, or if the size of its input does not change its output.
+    One without parameters does if it returns about what a norm of 24 columns returns.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
