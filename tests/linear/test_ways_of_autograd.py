@@ -199,10 +199,8 @@ def _forward_metadata_inference(module, x):
 def test_a_function_of_the_same_name_is_no_pipeline():
     pipelining = pytest.importorskip("torch.distributed.pipelining.stage")
     learn = FunctionType(_forward_metadata_inference.__code__, vars(pipelining))
-    answers = [
-        function(lambda _: learns_shapes(), None)
-        for function in (learn, _forward_metadata_inference)
-    ]
+    functions = (learn, _forward_metadata_inference)
+    answers = [function(lambda _: learns_shapes(), None) for function in functions]
     assert answers == [True, False]
 
 
