@@ -28,6 +28,7 @@ struct BackwardGrid {
   using StreamDy = GridStream<Dy, tile, StreamX::last_byte>;
   static constexpr int place_bytes = StreamX::place_bytes + StreamDy::place_bytes;
   static constexpr int packs_in_flight = 4;  // of rows that are read twice
+  static constexpr bool prefetches = true;
   static constexpr int used_bytes =
       Exchange::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
   static_assert(used_bytes <= Shape::smem_bytes);
@@ -49,6 +50,14 @@ struct BackwardGrid {
         parameters(call.load_weight, cols, dynamic_smem() + used_bytes),
         next_summed(begin_row(0)) {}
 
+  __device__ __forceinline__ void begin_prefetches(long long turn) {
+    x.begin_prefetches(call.load_x, turn, cols);
+    dy.begin_prefetches(call.load_dy, turn, cols);
+  }
+  __device__ __forceinline__ void prefetch(int pack) const {
+    x.prefetch(pack);
+    dy.prefetch(pack);
+  }
   __device__ __forceinline__ void begin_copies(long long turn) {
     x.begin_copies(call.load_x, turn, cols);
     dy.begin_copies(call.load_dy, turn, cols);

@@ -30,6 +30,8 @@ struct ForwardGrid {
                               Shape::keeps_rows ? Shape::smem_bytes - used_bytes : 0>;
   // If some are fetched, they stay in the L2 cache, and rows leave it first.
   using StreamX = GridStream<X, tile, Exchange::smem_bytes, Parameters::fetches>;
+  // Prefetched rows would not leave it first. Smaller packs are limited by instructions.
+  static constexpr bool prefetches = sizeof(Loaded) == 16 && !Parameters::fetches;
 
   const Forward<Load, Store>& call;
   Slice cols;
@@ -47,6 +49,10 @@ struct ForwardGrid {
         num_own_cols(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x, 1))),
         num_cols_of_warp(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x / 32 * 32, 32))) {}
 
+  __device__ __forceinline__ void begin_prefetches(long long turn) {
+    x.begin_prefetches(call.load, turn, cols);
+  }
+  __device__ __forceinline__ void prefetch(int pack) const { x.prefetch(pack); }
   __device__ __forceinline__ void begin_copies(long long turn) {
     x.begin_copies(call.load, turn, cols);
   }

@@ -30,12 +30,10 @@ struct GridShape {
   static constexpr int clamp(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
   }
-  // The lag if a quarter of the slots is in flight, and if an eighth is, two where that leaves two
-  // turns. Between these two it is three turns.
+  // The lag if a quarter of the slots is in flight, and if an eighth is. Between these two it is
+  // three turns.
   static constexpr int lag_of_quarter = tile.stages - 1 - clamp(tile.stages / 4, 1, 64);
-  static constexpr int fewest_in_flight = tile.stages >= 2 * num_steps + 3 ? 2 : 1;
-  static constexpr int lag_of_eighth =
-      tile.stages - 1 - clamp(tile.stages / 8, fewest_in_flight, 64);
+  static constexpr int lag_of_eighth = tile.stages - 1 - clamp(tile.stages / 8, 1, 64);
   static constexpr int wanted_lag = clamp(3 * num_steps, lag_of_quarter, lag_of_eighth);
   static constexpr int lag = clamp(wanted_lag, num_steps, most_lag);
   static constexpr int in_flight = tile.stages - 1 - lag;

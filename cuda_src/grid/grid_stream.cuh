@@ -12,11 +12,19 @@ struct GridStream {
   static constexpr int place_bytes = Shape::step * static_cast<int>(sizeof(X));
   static constexpr int last_byte = first_byte + place_bytes;
 
-  const X* copied;  // this thread's first pack of the row that is copied
+  // This thread's first pack of the row that is prefetched, and of the one that is copied.
+  const X *prefetched, *copied;
 
   template <class Load>
+  __device__ __forceinline__ void begin_prefetches(const Load& load, long long turn, Slice cols) {
+    prefetched = first_pack(load, turn, cols);
+  }
+  __device__ __forceinline__ void prefetch(int pack) const {
+    prefetch_line(prefetched + pack * Shape::step);
+  }
+  template <class Load>
   __device__ __forceinline__ void begin_copies(const Load& load, long long turn, Slice cols) {
-    copied = load.row_start(Shape::row(turn)) + cols.first_col + Shape::col(0);
+    copied = first_pack(load, turn, cols);
   }
   __device__ __forceinline__ void copy(int pack, int place) const {
     async_copy<pack_size, leaves_first>(at(place), copied + pack * Shape::step);
@@ -26,6 +34,11 @@ struct GridStream {
   }
 
  private:
+  template <class Load>
+  __device__ __forceinline__ static const X* first_pack(const Load& load, long long turn,
+                                                        Slice cols) {
+    return load.row_start(Shape::row(turn)) + cols.first_col + Shape::col(0);
+  }
   __device__ __forceinline__ static X* at(int place) {
     return reinterpret_cast<X*>(dynamic_smem() + first_byte + place) + threadIdx.x * pack_size;
   }

@@ -1,17 +1,19 @@
 // grid_turns.cuh -- the turns of a group of blocks that share each row: one row a turn
 //
 // A worker takes a row's packs in num_steps steps. In step s, counted over all rows, it
-//   copies  the packs of step s + in_flight to shared memory
-//   sums    the packs of step s
-//   writes  the results of step s - lag, because the sums of that row have arrived
-// So copies are always in flight, and workers do not wait while sums travel. A thread reads only
-// what it has copied itself, so no barrier is needed.
+//   prefetches  the packs of step s + in_flight + prefetched to the L2 cache
+//   copies      the packs of step s + in_flight to shared memory
+//   sums        the packs of step s
+//   writes      the results of step s - lag, because the sums of that row have arrived
+// So memory is always busy, and workers do not wait while sums travel. A thread reads only what it
+// has copied itself, so no barrier is needed.
 #pragma once
 #include "grid_exchange.cuh"
 #include "memory.cuh"
 
 // Work is ForwardGrid or BackwardGrid: what a worker does with its packs, each in a place of shared
 // memory (GridStream).
+//   prefetches: whether it has begin_prefetches(turn), prefetch(pack)
 //   begin_copies(turn), copy(pack, place), load(place) -> Loaded
 //   fetch_to_sum(pack), fetch_to_write(pack): parameters that are not kept, early in a step
 //   to_sum(pack), to_write(pack) -> parameters
@@ -24,7 +26,13 @@ struct GridTurns {
   using Step = typename Shape::Step;
   using Loaded = typename Work::Loaded;
   static constexpr int num_steps = Shape::num_steps, at_once = Shape::packs_at_once;
-  static constexpr int end = Shape::num_slots * at_once * Work::place_bytes;
+  static constexpr int step_bytes = at_once * Work::place_bytes;
+  static constexpr int end = Shape::num_slots * step_bytes;
+  // Rows that wait for their sums leave little room for copies in flight. So these bytes of each
+  // block come from memory before they have a slot. 32 KB are level, 64 KB slower.
+  static constexpr int prefetched_bytes = 24 * 1024;
+  static constexpr int prefetched =
+      Work::prefetches ? Shape::clamp(prefetched_bytes / step_bytes, 1, 64) : 0;
 
   const typename Work::Exchange& exchange;
   Work& work;
@@ -38,6 +46,8 @@ struct GridTurns {
       copy({step / num_steps, step % num_steps}, free_place);
       end_copies();
     }
+    for (int step = 0; step < Shape::in_flight + prefetched; ++step)
+      prefetch({step / num_steps, step % num_steps});
     work.parameters.load_all();  // while these copies are on their way
     for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) take_turn(turn);
 #pragma unroll
@@ -47,7 +57,7 @@ struct GridTurns {
 
  private:
   __device__ __forceinline__ static void advance(int& place) {
-    place += at_once * Work::place_bytes;
+    place += step_bytes;
     if (place == end) place = 0;
   }
   // f(pack, place) for each pack of a step, or f(pack, loaded): all loads start before the first f.
@@ -67,7 +77,14 @@ struct GridTurns {
   __device__ __forceinline__ bool exists(long long turn) const {
     return turn >= 0 && turn < num_turns;
   }
-  // Copies the packs of a step, if its row exists.
+  // The packs of a step, if its row exists.
+  __device__ __forceinline__ void prefetch(Step of) {
+    if constexpr (Work::prefetches) {
+      if (!exists(of.turn)) return;
+      if (of.step == 0) work.begin_prefetches(of.turn);
+      for_each_pack(of.step, 0, [&](int pack, int) { work.prefetch(pack); });
+    }
+  }
   __device__ __forceinline__ void copy(Step of, int place) {
     if (!exists(of.turn)) return;
     if (of.step == 0) work.begin_copies(of.turn);
@@ -86,6 +103,7 @@ struct GridTurns {
       const Step now{turn, step};
       copy(now.later(in_flight), free_place);
       end_copies();
+      prefetch(now.later(in_flight + prefetched));
       const Step written = now.later(-lag);
       for_each_pack(step, 0, [&](int pack, int) { work.fetch_to_sum(pack); });
       for_each_pack(written.step, 0, [&](int pack, int) { work.fetch_to_write(pack); });

@@ -5,6 +5,7 @@
 //
 // dynamic_smem()                   this block's dynamic shared memory, 128-byte aligned
 // prefetch(array, size)            called by one block: brings an array, or null, to the L2 cache
+// prefetch_line(address)           brings its cache line to the L2 cache
 // async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
 // store_pack_once(address, pack)   stores what leaves the L2 cache first; so does leaves_first
 // async_commit()                   the copies since the last commit become a group
@@ -27,6 +28,7 @@ template <int size, class T>
 __device__ __forceinline__ void store_pack_once(T* address, const Pack<T, size>& pack) {
   store_pack<size>(address, pack);
 }
+__device__ __forceinline__ void prefetch_line(const void*) {}
 __device__ __forceinline__ void async_commit() {}
 template <int pending>
 __device__ __forceinline__ void async_wait() {}
@@ -41,12 +43,15 @@ __device__ __forceinline__ unsigned char* dynamic_smem() {
   extern __shared__ __align__(128) unsigned char smem[];
   return smem;
 }
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 template <class T>
 __device__ __forceinline__ void prefetch(const T* array, long long size) {
   constexpr int line = 128 / sizeof(T);
   for (long long at = static_cast<long long>(threadIdx.x) * line; at < size;
        at += blockDim.x * line) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(array + at));
+    prefetch_line(array + at);
   }
 }
 // Copies have 4, 8 or 16 bytes.
