@@ -10,35 +10,28 @@
 
 template <Gradients gradients, bool centered, Tile tile, class Call>
 struct BackwardGrid {
-  using X = typename decltype(Call::load_x)::Held;
-  using Dy = typename decltype(Call::load_dy)::Held;
   using Shape = GridShape<tile>;
   using Value = Sum<float, 2>;
   using Exchange = GridExchange<Value, tile>;
   static constexpr int pack_size = tile.pack_size;
-  struct Loaded {
-    Pack<X, pack_size> x;
-    Pack<Dy, pack_size> dy;
-  };
   using Row = RowGradient<float>;
   using Sums = GridPackSums<gradients, pack_size>;
   using Weight = decltype(Call::load_weight);
   using Kept = typename Weight::template Kept<pack_size>;
-  using StreamX = GridStream<X, tile, Exchange::smem_bytes>;
-  using StreamDy = GridStream<Dy, tile, StreamX::last_byte>;
-  static constexpr int place_bytes = StreamX::place_bytes + StreamDy::place_bytes;
+  using Streams =
+      GridStreamPair<decltype(Call::load_x), decltype(Call::load_dy), tile, Exchange::smem_bytes>;
+  using Loaded = typename Streams::Loaded;
+  static constexpr int prefetched = Shape::prefetched_steps(Streams::place_bytes);
   static constexpr int packs_in_flight = 4;  // of rows that are read twice
-  static constexpr bool prefetches = true;
   static constexpr int used_bytes =
-      Exchange::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
+      Exchange::smem_bytes + tile.stages * Shape::packs_at_once * Streams::place_bytes;
   static_assert(used_bytes <= Shape::smem_bytes);
   static constexpr int left_registers =
       Shape::spare_registers - Shape::num_packs * Sums::num_registers - (tile.exact ? 8 : 24);
 
   const Call& call;
   Slice cols;
-  StreamX x;
-  StreamDy dy;
+  Streams streams;
   GridKept<Weight, tile, left_registers, Shape::smem_bytes - used_bytes, 2> parameters;
   Sums sums[Shape::keeps_rows ? Shape::num_packs : 1];
   Row summed, next_summed;
@@ -47,32 +40,10 @@ struct BackwardGrid {
   __device__ __forceinline__ explicit BackwardGrid(const Call& call)
       : call(call),
         cols(Shape::cols(call.num_cols)),
+        streams(call.load_x, call.load_dy, cols),
         parameters(call.load_weight, cols, dynamic_smem() + used_bytes),
         next_summed(begin_row(0)) {}
 
-  __device__ __forceinline__ void begin_prefetches(long long turn) {
-    x.begin_prefetches(call.load_x, turn, cols);
-    dy.begin_prefetches(call.load_dy, turn, cols);
-  }
-  __device__ __forceinline__ void prefetch(int pack) const {
-    x.prefetch(pack);
-    dy.prefetch(pack);
-  }
-  __device__ __forceinline__ void begin_copies(long long turn) {
-    x.begin_copies(call.load_x, turn, cols);
-    dy.begin_copies(call.load_dy, turn, cols);
-  }
-  __device__ __forceinline__ void copy(int pack, int place) const {
-    x.copy(pack, place);
-    dy.copy(pack, place);
-  }
-  __device__ __forceinline__ Loaded load(int place) const {
-    return {x.load(place), dy.load(place)};
-  }
-  __device__ __forceinline__ Loaded load_again(long long turn, int col) const {
-    return {call.load_x.template load<pack_size>(Shape::row(turn), col),
-            call.load_dy.template load<pack_size>(Shape::row(turn), col)};
-  }
   __device__ __forceinline__ void fetch_to_sum(int pack) { parameters.fetch(pack, 1); }
   __device__ __forceinline__ void fetch_to_write(int pack) { parameters.fetch(pack, 0); }
   __device__ __forceinline__ Kept to_sum(int pack) { return parameters.of(pack, 1); }

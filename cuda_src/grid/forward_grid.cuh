@@ -29,13 +29,14 @@ struct ForwardGrid {
   using Parameters = GridKept<Store, tile, spare_registers,
                               Shape::keeps_rows ? Shape::smem_bytes - used_bytes : 0>;
   // If some are fetched, they stay in the L2 cache, and rows leave it first.
-  using StreamX = GridStream<X, tile, Exchange::smem_bytes, Parameters::fetches>;
+  using Streams = GridStream<Load, tile, Exchange::smem_bytes, Parameters::fetches>;
   // Prefetched rows would not leave it first. Smaller packs are limited by instructions.
-  static constexpr bool prefetches = sizeof(Loaded) == 16 && !Parameters::fetches;
+  static constexpr int prefetched =
+      sizeof(Loaded) == 16 && !Parameters::fetches ? Shape::prefetched_steps(place_bytes) : 0;
 
   const Forward<Load, Store>& call;
   Slice cols;
-  StreamX x;
+  Streams streams;
   Parameters parameters;
   float reciprocal, num_own_cols, num_cols_of_warp;
   LaneMoments moments;
@@ -44,23 +45,12 @@ struct ForwardGrid {
   __device__ __forceinline__ explicit ForwardGrid(const Forward<Load, Store>& call)
       : call(call),
         cols(Shape::cols(call.num_cols)),
+        streams(call.load, cols),
         parameters(call.store, cols, dynamic_smem() + used_bytes),
         reciprocal(1.0f / static_cast<float>(call.num_cols)),
         num_own_cols(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x, 1))),
         num_cols_of_warp(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x / 32 * 32, 32))) {}
 
-  __device__ __forceinline__ void begin_prefetches(long long turn) {
-    x.begin_prefetches(call.load, turn, cols);
-  }
-  __device__ __forceinline__ void prefetch(int pack) const { x.prefetch(pack); }
-  __device__ __forceinline__ void begin_copies(long long turn) {
-    x.begin_copies(call.load, turn, cols);
-  }
-  __device__ __forceinline__ void copy(int pack, int place) const { x.copy(pack, place); }
-  __device__ __forceinline__ Loaded load(int place) const { return x.load(place); }
-  __device__ __forceinline__ Loaded load_again(long long turn, int col) const {
-    return call.load.template load<pack_size>(Shape::row(turn), col);
-  }
   __device__ __forceinline__ void fetch_to_sum(int) {}
   __device__ __forceinline__ void fetch_to_write(int pack) { parameters.fetch(pack, 0); }
   __device__ __forceinline__ Nothing to_sum(int) const { return {}; }

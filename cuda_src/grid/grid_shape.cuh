@@ -41,6 +41,12 @@ struct GridShape {
       keeps_rows ? (lag + num_steps - 1) / num_steps : num_exchangers;
   static_assert(!keeps_rows || (in_flight > 0 && num_packs % packs_at_once == 0));
 
+  // Rows that wait for their sums leave little room for copies in flight. So 24 KB of each block
+  // come to the L2 cache before they have a slot: so many steps. 32 KB are level, 64 KB slower.
+  static constexpr int prefetched_steps(int place_bytes) {
+    return clamp(24 * 1024 / (packs_at_once * place_bytes), 1, 64);
+  }
+
   // Registers of a thread. Four warps that exchange give some of theirs to those that work.
   static constexpr int num_warpgroups = (num_warps + num_exchangers + 3) / 4;
   static constexpr int at_first = 512 / num_warpgroups / 8 * 8, exchanger_registers = 56;

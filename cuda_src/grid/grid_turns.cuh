@@ -11,10 +11,8 @@
 #include "grid_exchange.cuh"
 #include "memory.cuh"
 
-// Work is ForwardGrid or BackwardGrid: what a worker does with its packs, each in a place of shared
-// memory (GridStream).
-//   prefetches: whether it has begin_prefetches(turn), prefetch(pack)
-//   begin_copies(turn), copy(pack, place), load(place) -> Loaded
+// Work is ForwardGrid or BackwardGrid: what a worker does with its packs.
+//   streams: a GridStream or GridStreamPair, with a place for each pack; prefetched: steps, or 0
 //   fetch_to_sum(pack), fetch_to_write(pack): parameters that are not kept, early in a step
 //   to_sum(pack), to_write(pack) -> parameters
 //   begin_sums(turn), sum(pack, loaded, parameters), value() -> of the warp, to all its lanes
@@ -24,15 +22,9 @@ template <class Work>
 struct GridTurns {
   using Shape = typename Work::Shape;
   using Step = typename Shape::Step;
-  using Loaded = typename Work::Loaded;
+  using Streams = typename Work::Streams;
   static constexpr int num_steps = Shape::num_steps, at_once = Shape::packs_at_once;
-  static constexpr int step_bytes = at_once * Work::place_bytes;
-  static constexpr int end = Shape::num_slots * step_bytes;
-  // Rows that wait for their sums leave little room for copies in flight. So these bytes of each
-  // block come from memory before they have a slot. 32 KB are level, 64 KB slower.
-  static constexpr int prefetched_bytes = 24 * 1024;
-  static constexpr int prefetched =
-      Work::prefetches ? Shape::clamp(prefetched_bytes / step_bytes, 1, 64) : 0;
+  static constexpr int end = Shape::num_slots * at_once * Streams::place_bytes;
 
   const typename Work::Exchange& exchange;
   Work& work;
@@ -46,7 +38,7 @@ struct GridTurns {
       copy({step / num_steps, step % num_steps}, free_place);
       end_copies();
     }
-    for (int step = 0; step < Shape::in_flight + prefetched; ++step)
+    for (int step = 0; step < Shape::in_flight + Work::prefetched; ++step)
       prefetch({step / num_steps, step % num_steps});
     work.parameters.load_all();  // while these copies are on their way
     for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) take_turn(turn);
@@ -57,7 +49,7 @@ struct GridTurns {
 
  private:
   __device__ __forceinline__ static void advance(int& place) {
-    place += step_bytes;
+    place += at_once * Streams::place_bytes;
     if (place == end) place = 0;
   }
   // f(pack, place) for each pack of a step, or f(pack, loaded): all loads start before the first f.
@@ -65,13 +57,13 @@ struct GridTurns {
   __device__ __forceinline__ void for_each_pack(int step, int place, F f) const {
 #pragma unroll
     for (int pack = step * at_once; pack < (step + 1) * at_once; ++pack)
-      if (Shape::in_slice(pack, work.cols)) f(pack, place + pack % at_once * Work::place_bytes);
+      if (Shape::in_slice(pack, work.cols)) f(pack, place + pack % at_once * Streams::place_bytes);
   }
   template <class F>
   __device__ __forceinline__ void for_each_loaded(int step, int place, F f) const {
-    Loaded loaded[at_once];
+    typename Streams::Loaded loaded[at_once];
     for_each_pack(step, place,
-                  [&](int pack, int place) { loaded[pack % at_once] = work.load(place); });
+                  [&](int pack, int place) { loaded[pack % at_once] = work.streams.load(place); });
     for_each_pack(step, place, [&](int pack, int) { f(pack, loaded[pack % at_once]); });
   }
   __device__ __forceinline__ bool exists(long long turn) const {
@@ -79,16 +71,14 @@ struct GridTurns {
   }
   // The packs of a step, if its row exists.
   __device__ __forceinline__ void prefetch(Step of) {
-    if constexpr (Work::prefetches) {
-      if (!exists(of.turn)) return;
-      if (of.step == 0) work.begin_prefetches(of.turn);
-      for_each_pack(of.step, 0, [&](int pack, int) { work.prefetch(pack); });
-    }
+    if (Work::prefetched == 0 || !exists(of.turn)) return;
+    if (of.step == 0) work.streams.begin_prefetches(of.turn);
+    for_each_pack(of.step, 0, [&](int pack, int) { work.streams.prefetch(pack); });
   }
   __device__ __forceinline__ void copy(Step of, int place) {
     if (!exists(of.turn)) return;
-    if (of.step == 0) work.begin_copies(of.turn);
-    for_each_pack(of.step, place, [&](int pack, int place) { work.copy(pack, place); });
+    if (of.step == 0) work.streams.begin_copies(of.turn);
+    for_each_pack(of.step, place, [&](int pack, int place) { work.streams.copy(pack, place); });
   }
   __device__ __forceinline__ void end_copies() {
     async_commit();
@@ -103,13 +93,13 @@ struct GridTurns {
       const Step now{turn, step};
       copy(now.later(in_flight), free_place);
       end_copies();
-      prefetch(now.later(in_flight + prefetched));
+      prefetch(now.later(in_flight + Work::prefetched));
       const Step written = now.later(-lag);
       for_each_pack(step, 0, [&](int pack, int) { work.fetch_to_sum(pack); });
       for_each_pack(written.step, 0, [&](int pack, int) { work.fetch_to_write(pack); });
       async_wait<in_flight>();
       if (exists(turn)) {
-        for_each_loaded(step, summed_place, [&](int pack, const Loaded& loaded) {
+        for_each_loaded(step, summed_place, [&](int pack, const auto& loaded) {
           work.sum(pack, loaded, work.to_sum(pack));
         });
         advance(summed_place);
@@ -120,7 +110,7 @@ struct GridTurns {
           written_row = work.begin_row(written.turn);  // while the total may be on its way
           work.finish_row(written.turn, written_row, exchange.total(written.turn));
         }
-        for_each_loaded(written.step, free_place, [&](int pack, const Loaded& loaded) {
+        for_each_loaded(written.step, free_place, [&](int pack, const auto& loaded) {
           auto&& sums = work.sums_of(pack);
           work.write(written.turn, written_row, pack, loaded, work.to_write(pack), sums);
         });

@@ -49,7 +49,7 @@ struct GridTwice {
   // Of a pack; of the last one of the slice, if the pack lies beyond it.
   __device__ __forceinline__ Loaded load(long long turn, int pack) const {
     const int col = min(Shape::col(pack), work.cols.size() - Work::pack_size);
-    return work.load_again(turn, work.cols.first_col + col);
+    return work.streams.load_again(turn, col);
   }
   // Lane k gets row first + k.
   __device__ __forceinline__ Row sum_rows(long long first, int count) {

@@ -1,11 +1,10 @@
 // memory.cuh -- PTX for shared memory and the L2 cache
 //
-// PTX ISA: prefetch, cp.async (sm_80), ld.global.L1::no_allocate. Each function has a plain C++
-// twin for the CPU.
+// PTX ISA: prefetch, cp.async (sm_80), ld.global.L1::no_allocate. There are C++ twins for the CPU.
 //
 // dynamic_smem()                   this block's dynamic shared memory, 128-byte aligned
-// prefetch(array, size)            called by one block: brings an array, or null, to the L2 cache
-// prefetch_line(address)           brings its cache line to the L2 cache
+// prefetch(array, size)            called by one block: brings an array, or null, to the L2 cache;
+//                                  prefetch_line(address) brings one line
 // async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
 // store_pack_once(address, pack)   stores what leaves the L2 cache first; so does leaves_first
 // async_commit()                   the copies since the last commit become a group
