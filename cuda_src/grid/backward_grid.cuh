@@ -1,7 +1,7 @@
 // backward_grid.cuh -- the path `grid` of backward_cluster.cu: the blocks of a group share each row
 //
-// A block forms the sums of dweight and dbias of its columns, of all rows of its group. If there is
-// one group, they are dweight and dbias.
+// A block forms the sums of dweight and dbias of its columns, of all rows of its group. They may be
+// dweight and dbias themselves: has_one_group of plan/grids.py.
 #pragma once
 #include "grid_kept.cuh"
 #include "grid_rows.cuh"
@@ -21,7 +21,7 @@ struct BackwardGrid {
   using Streams =
       GridStreamPair<decltype(Call::load_x), decltype(Call::load_dy), tile, Exchange::smem_bytes>;
   using Loaded = typename Streams::Loaded;
-  static constexpr int prefetched = Shape::prefetched_steps(Streams::place_bytes);
+  static constexpr int steps_ahead = Shape::steps_ahead(Streams::place_bytes);
   static constexpr int packs_in_flight = 4;  // of rows that are read twice
   static constexpr int used_bytes =
       Exchange::smem_bytes + tile.stages * Shape::packs_at_once * Streams::place_bytes;

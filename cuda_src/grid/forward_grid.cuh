@@ -30,9 +30,11 @@ struct ForwardGrid {
                               Shape::keeps_rows ? Shape::smem_bytes - used_bytes : 0>;
   // If some are fetched, they stay in the L2 cache, and rows leave it first.
   using Streams = GridStream<Load, tile, Exchange::smem_bytes, Parameters::fetches>;
-  // Prefetched rows would not leave it first. Smaller packs are limited by instructions.
-  static constexpr int prefetched =
-      sizeof(Loaded) == 16 && !Parameters::fetches ? Shape::prefetched_steps(place_bytes) : 0;
+  static_assert(Streams::place_bytes == place_bytes);
+  // Rows whose parameters are fetched are slower with prefetches, also with those that leave the
+  // L2 cache first. Packs of less than 16 bytes are limited by instructions.
+  static constexpr int steps_ahead =
+      sizeof(Loaded) == 16 && !Parameters::fetches ? Shape::steps_ahead(place_bytes) : 0;
 
   const Forward<Load, Store>& call;
   Slice cols;

@@ -30,8 +30,8 @@ struct GridShape {
   static constexpr int clamp(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
   }
-  // The lag if a quarter of the slots is in flight, and if an eighth is. Between these two it is
-  // three turns.
+  // The lag is three turns, but leaves at least an eighth of the slots to copies in flight, and at
+  // most a quarter. In any case it is one to six turns.
   static constexpr int lag_of_quarter = tile.stages - 1 - clamp(tile.stages / 4, 1, 64);
   static constexpr int lag_of_eighth = tile.stages - 1 - clamp(tile.stages / 8, 1, 64);
   static constexpr int wanted_lag = clamp(3 * num_steps, lag_of_quarter, lag_of_eighth);
@@ -41,9 +41,9 @@ struct GridShape {
       keeps_rows ? (lag + num_steps - 1) / num_steps : num_exchangers;
   static_assert(!keeps_rows || (in_flight > 0 && num_packs % packs_at_once == 0));
 
-  // Rows that wait for their sums leave little room for copies in flight. So 24 KB of each block
-  // come to the L2 cache before they have a slot: so many steps. 32 KB are level, 64 KB slower.
-  static constexpr int prefetched_steps(int place_bytes) {
+  // How many steps prefetches to the L2 cache are ahead of copies: those of 24 KB, or one. Rows
+  // that wait for their sums leave little shared memory for copies in flight.
+  static constexpr int steps_ahead(int place_bytes) {
     return clamp(24 * 1024 / (packs_at_once * place_bytes), 1, 64);
   }
 

@@ -3,8 +3,8 @@
 #include "grid_shape.cuh"
 #include "memory.cuh"
 
-// A place has one pack of each worker. The first place begins at first_byte; `place` is another
-// one's distance from it in bytes. Load: see load.cuh.
+// A place has one pack of each worker, of x and dy one each. The first place begins at first_byte;
+// `place` is another one's distance from it in bytes. Load: that of load.cuh.
 template <class Load, Tile tile, int first_byte, bool leaves_first = false>
 struct GridStream {
   using X = typename Load::Held;
@@ -12,11 +12,12 @@ struct GridStream {
   static constexpr int pack_size = tile.pack_size;
   using Loaded = Pack<X, pack_size>;
   static constexpr int place_bytes = Shape::step * static_cast<int>(sizeof(X));
-  static constexpr int last_byte = first_byte + place_bytes;
+  static constexpr int end_byte = first_byte + place_bytes;
 
   const Load& rows;
   int first_col;  // of the slice
   // This thread's first pack of the row that is prefetched, and of the one that is copied.
+  // Undefined until the first step of a row begins.
   const X *prefetched, *copied;
 
   __device__ __forceinline__ GridStream(const Load& rows, Slice cols)
@@ -52,7 +53,7 @@ struct GridStream {
 template <class LoadX, class LoadDy, Tile tile, int first_byte>
 struct GridStreamPair {
   using X = GridStream<LoadX, tile, first_byte>;
-  using Dy = GridStream<LoadDy, tile, X::last_byte>;
+  using Dy = GridStream<LoadDy, tile, X::end_byte>;
   static constexpr int place_bytes = X::place_bytes + Dy::place_bytes;
   struct Loaded {
     typename X::Loaded x;

@@ -1,7 +1,7 @@
 // grid_turns.cuh -- the turns of a group of blocks that share each row: one row a turn
 //
 // A worker takes a row's packs in num_steps steps. In step s, counted over all rows, it
-//   prefetches  the packs of step s + in_flight + prefetched to the L2 cache
+//   prefetches  the packs of step s + in_flight + steps_ahead to the L2 cache
 //   copies      the packs of step s + in_flight to shared memory
 //   sums        the packs of step s
 //   writes      the results of step s - lag, because the sums of that row have arrived
@@ -12,12 +12,12 @@
 #include "memory.cuh"
 
 // Work is ForwardGrid or BackwardGrid: what a worker does with its packs.
-//   streams: a GridStream or GridStreamPair, with a place for each pack; prefetched: steps, or 0
+//   cols; streams: a GridStream or GridStreamPair; parameters: a GridKept; steps_ahead, or 0
 //   fetch_to_sum(pack), fetch_to_write(pack): parameters that are not kept, early in a step
 //   to_sum(pack), to_write(pack) -> parameters
 //   begin_sums(turn), sum(pack, loaded, parameters), value() -> of the warp, to all its lanes
 //   begin_row(turn) -> Row, finish_row(turn, row, total)
-//   write(turn, row, pack, loaded, parameters, sums), write_sums(pack, sums, adds)
+//   write(turn, row, pack, loaded, parameters, sums), sums_of(pack), write_sums(pack, sums, adds)
 template <class Work>
 struct GridTurns {
   using Shape = typename Work::Shape;
@@ -38,7 +38,7 @@ struct GridTurns {
       copy({step / num_steps, step % num_steps}, free_place);
       end_copies();
     }
-    for (int step = 0; step < Shape::in_flight + Work::prefetched; ++step)
+    for (int step = 0; step < Shape::in_flight + Work::steps_ahead; ++step)  // 0 begins a row
       prefetch({step / num_steps, step % num_steps});
     work.parameters.load_all();  // while these copies are on their way
     for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) take_turn(turn);
@@ -71,7 +71,7 @@ struct GridTurns {
   }
   // The packs of a step, if its row exists.
   __device__ __forceinline__ void prefetch(Step of) {
-    if (Work::prefetched == 0 || !exists(of.turn)) return;
+    if (Work::steps_ahead == 0 || !exists(of.turn)) return;
     if (of.step == 0) work.streams.begin_prefetches(of.turn);
     for_each_pack(of.step, 0, [&](int pack, int) { work.streams.prefetch(pack); });
   }
@@ -93,7 +93,7 @@ struct GridTurns {
       const Step now{turn, step};
       copy(now.later(in_flight), free_place);
       end_copies();
-      prefetch(now.later(in_flight + Work::prefetched));
+      prefetch(now.later(in_flight + Work::steps_ahead));
       const Step written = now.later(-lag);
       for_each_pack(step, 0, [&](int pack, int) { work.fetch_to_sum(pack); });
       for_each_pack(written.step, 0, [&](int pack, int) { work.fetch_to_write(pack); });

@@ -17,7 +17,7 @@ __device__ __forceinline__ Row row_of_lane(const Row& row, int lane) {
   return found;
 }
 
-// Work: see grid_turns.cuh.
+// Work: see grid_turns.cuh; also to_sum_any(pack), packs_in_flight, and parameters.of_any(pack).
 template <class Work>
 struct GridTwice {
   using Shape = typename Work::Shape;
