@@ -74,8 +74,6 @@ def why_not_by_default(call: LinearCall) -> str | None:
         return "there is no norm"
     if options.return_normalized or options.save_normalized:
         return "the call asks for the normalised tensor, which the kernel does not make"
-    if any(options.launch.of(kind).sm_margin for kind in ("forward", "inference")):
-        return "the call leaves some multiprocessors free, and the kernel needs all"
     if _has_ranks():
         return (
             "the collectives of several ranks may occupy multiprocessors, and the kernel needs all"
@@ -89,7 +87,8 @@ def why_not_by_default(call: LinearCall) -> str | None:
         options.zero_centered_weight,
     )
     device, has_residual = launch.device(x.get_device()), residual is not None
-    choice = product_choice.choose(device, problem, residual=has_residual)
+    sm_margin = max(options.launch.of(kind).sm_margin for kind in ("forward", "inference"))
+    choice = product_choice.choose(device, problem, residual=has_residual, sm_margin=sm_margin)
     return why_not(call) if choice.takes_kernel else choice.reason
 
 

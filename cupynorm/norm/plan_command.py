@@ -92,7 +92,7 @@ def with_linear_layer(arguments: argparse.Namespace, device: Device) -> str:
     sizes, dtype = (arguments.rows, arguments.num_cols, arguments.linear), arguments.dtype
     bias = dtype if centered else None
     problem = NormLinearProblem(*sizes, dtype, dtype, bias, centered, False)
-    chosen = choose(device, problem, residual=arguments.residual)
+    chosen = choose(device, problem, residual=arguments.residual, sm_margin=arguments.sm_margin)
     what = "one kernel" if chosen.takes_kernel else "a norm and a product after it"
     return f"with a linear layer of {arguments.linear} outputs: {what}, because {chosen.reason}"
 

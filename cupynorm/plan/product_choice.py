@@ -27,14 +27,24 @@ class Choice(NamedTuple):
 
 
 def choose(
-    device: Device, problem: NormLinearProblem, *, gradients: bool = False, residual: bool = False
+    device: Device,
+    problem: NormLinearProblem,
+    *,
+    gradients: bool = False,
+    residual: bool = False,
+    sm_margin: int = 0,
 ) -> Choice:
-    """The default of a call, fused=None. gradients, residual: whether the call has any."""
+    """The default of a call, fused=None. gradients, residual: whether the call has any.
+
+    sm_margin: multiprocessors that it leaves free.
+    """
     num_rows = problem.num_rows
     if num_rows > several_products.MOST_ROWS:
         reason = products.why_not(device, problem.dtype, problem.sizes)
         if reason is None and residual:
             reason = "the norm's kernel on the plain path also adds the residual"
+        if reason is None and sm_margin:
+            reason = "the call leaves some multiprocessors free, and the kernel needs all"
         reason = reason or _why_not_folded(problem)
         source = "norm_linear.cu, with a fold in each call,"
     else:

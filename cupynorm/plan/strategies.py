@@ -149,7 +149,7 @@ STRATEGIES = {
         ),
         Strategy(
             "cluster",
-            "in the registers or shared memory of a thread-block cluster",
+            "in the registers or shared memory of a thread-block cluster, or of all blocks",
             _cluster_tile,
             first_capability=90,
         ),
@@ -163,7 +163,7 @@ Examples:
     ...     print(name, strategy.kept_in, sep=': ')
     warp: in the registers of a warp, or of part of one
     block: in one block's registers or shared memory
-    cluster: in the registers or shared memory of a thread-block cluster
+    cluster: in the registers or shared memory of a thread-block cluster, or of all blocks
     uncached: nowhere: it is read again
 """
 
