@@ -204,7 +204,7 @@ def _run_without_memory(*values: Any) -> tuple[Tensor, ...]:
     recipe = autocast.recipe_of(arguments.recipe)
     input, keeps = arguments.input, arguments.save_normalized
     leading, in_features = input.shape[:-1], input.shape[-1]
-    out_features, num_rows = sum(len(each) for each in arguments.weights), leading.numel()
+    out_features, num_rows = sum(len(each) for each in arguments.weights), math.prod(leading)
     has_norm = arguments.norm_weight is not None  # a norm of a layer has a weight
     in_blocks, is_mx = isinstance(recipe, IN_BLOCKS), isinstance(recipe, MXFP8BlockScaling)
     of_scales = torch.uint8 if is_mx else torch.float32

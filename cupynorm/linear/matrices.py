@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,8 @@ from ..norm import reduce_matrix
 
 def as_rows(tensor: Tensor) -> Tensor:
     """A tensor [..., num_cols] as [num_rows, num_cols], even where one of them is 0."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    # torch.Size.numel would make a number of a symbol, so that each num_rows is compiled anew.
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def without_memory(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ backward. No row is gathered. y is split as the input is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -187,4 +188,4 @@ def _by_operations(x: Tensor, weight: Tensor | None, bias: Tensor | None, split:
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

@@ -10,6 +10,7 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 
+from fp8_linear_cases import RECIPES  # noqa: E402
 from linear_cases import (  # noqa: E402
     CPU,
     DEVICES,
@@ -21,8 +22,9 @@ from linear_cases import (  # noqa: E402
     leaves,
     recorded,
 )
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
-from cupynorm import LayerNormLinear  # noqa: E402
+from cupynorm import LayerNormLinear, fp8_autocast  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
@@ -141,8 +143,9 @@ def test_the_module_compiles_without_a_graph_break(options):
 def test_one_graph_for_any_number_of_rows():
     torch._dynamo.reset()
     module = LayerNormLinear(24, 16, parameters_split=SPLIT, **CPU)
-    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend="aot_eager")
-    for num_rows in (3, 5, 0, 1, 7):
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend=backend)
+    for num_rows in (3, 5, 0, 1, 7, 9):
         made = []
         for run in (module, compiled):
             module.zero_grad()
@@ -151,6 +154,21 @@ def test_one_graph_for_any_number_of_rows():
             y.sum().backward()
             made.append((y, x.grad, module.q_weight.grad, module.k_bias.grad))
         assert all(torch.equal(*pair) for pair in zip(*made)), num_rows
+    assert backend.frame_count <= 4  # the compiler may specialise 0, 1 and the first number
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES], ids=str)
+@pytest.mark.parametrize("layer", [LayerNormLinear, cupynorm.Linear])
+def test_a_dynamic_number_of_rows_stays_dynamic(layer, recipe):
+    torch._dynamo.reset()
+    module, backend = layer(32, 16, **CPU), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for num_rows in (3, 5):
+        x = torch.ones(num_rows, 32, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)  # raises if something makes a constant of it
+        with fp8_autocast(enabled=recipe is not None, recipe=recipe):
+            compiled(x).sum().backward()
+    assert backend.frame_count == 1
 
 
 def test_the_compiler_refuses_the_arguments_that_eager_mode_refuses():
