@@ -32,7 +32,7 @@ from .call import LinearOptions, Operands
 from .kernels import SavedNorm
 from .matrices import as_result, as_rows, join, split_like, without_memory
 from .quantizers import Quantizers, transposed_factor
-from .weight_gradients import WeightGradientSink, WeightProduct
+from .weight_gradients import WeightGradientSink, WeightProduct, asked_for
 
 # Whether the backward that runs may run again. Older versions of torch do not tell.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
@@ -321,7 +321,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dnormalized: Tensor | None) -> tuple
     saved = Saved(*tensors[:num_saved])
     operands = Operands.split(tensors[num_saved:], ctx.num_weights)
     wants_input, _, *wants_others = ctx.needs_input_grad[4:]
-    incoming, wanted = (dy, dnormalized), (wants_input, *wants_others)
+    wanted, sink = asked_for(ctx, (wants_input, *wants_others), ctx.sink)
     call = call_of_backward(ctx, ctx.call)
-    dx, *others = backward(call, saved, operands, incoming, wanted, ctx.sink)
+    dx, *others = backward(call, saved, operands, (dy, dnormalized), wanted, sink)
     return None, None, None, None, dx, None, *others

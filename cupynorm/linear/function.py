@@ -27,7 +27,7 @@ from .kernels import SavedNorm
 from .matrices import as_result, concatenate, join
 from .norms import FORMULAS, KERNELS, OPERATORS, normalize_and_add
 from .operator import by_operator, fits
-from .weight_gradients import WeightGradientSink
+from .weight_gradients import WeightGradientSink, asked_for
 
 _is_compiling = modes.is_compiling
 _has_functorch_transforms = modes.has_functorch_transforms
@@ -234,9 +234,9 @@ class Projected(torch.autograd.Function):
             if weight is None:
                 weight = concatenate(weights, ctx.options.dtype)
             saved = compute.Saved(norm, normalized, weight, weights, biases)
-            wanted = ctx.needs_input_grad[3:]
+            wanted, sink = asked_for(ctx, ctx.needs_input_grad[3:], ctx.sink)
             run = compute.gradients if ctx.sink is None else modes.run_untraced(compute.gradients)
-            gradients = run(norms, ctx.options, saved, incoming, wanted, ctx.sink)
+            gradients = run(norms, ctx.options, saved, incoming, wanted, sink)
         return None, None, None, *gradients
 
 

@@ -159,6 +159,31 @@ class WeightGradientSink:
                     weight.grad_added_to_main_grad = True
 
 
+def asked_for(
+    node: Any, wanted: Sequence[bool], sink: WeightGradientSink | None
+) -> tuple[Sequence[bool], WeightGradientSink | None]:
+    """wanted and sink for what this backward asks for. wanted ends with weights and biases.
+
+    torch.autograd.grad and backward(inputs=...) may leave out parameters. Autograd drops their
+    gradients, but a sink would keep them. node: the node of the forward, which runs.
+    """
+    num_parts = 0 if sink is None else len(sink.weights) + len(sink.biases)
+    if not any(wanted[len(wanted) - num_parts :]):
+        return wanted, sink
+    edges = node.next_functions[-num_parts:]
+    parts = [
+        is_wanted and _is_reached(edge) for is_wanted, (edge, _) in zip(wanted[-num_parts:], edges)
+    ]
+    return (*wanted[:-num_parts], *parts), sink if any(parts) else None
+
+
+def _is_reached(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf of torch.autograd.grad's own inputs; compiled autograd
+        return True
+
+
 def check_main_grad(name: str, weight: Tensor) -> None:
     """Raises RuntimeError or ValueError where a weight has no main_grad of its shape."""
     main_grad = getattr(weight, "main_grad", None)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..linear import dtensors, fold, one_kernel
 from ..linear.call import LinearCall, Operands, is_fused
 from ..linear.matrices import as_result
-from ..linear.weight_gradients import WeightGradientSink
+from ..linear.weight_gradients import WeightGradientSink, asked_for
 from ..nn import modes
 from ..nn.dtypes import outside_autocast
 from . import column, row
@@ -87,6 +87,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dnormalized: Tensor | None) -> tuple
     tensors: tuple[Any, ...] = ctx.saved_tensors
     operands = Operands.split(tensors[ctx.num_saved :], ctx.num_weights)
     wants_input, _, *wants_others = ctx.needs_input_grad[3:]
+    wanted, sink = asked_for(ctx, (wants_input, *wants_others), ctx.sink)
     with outside_autocast(operands.input):
         products = ctx.products.of_backward(ctx)
         dx, *others = _MODES[products.sharding.mode].backward(
@@ -94,7 +95,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dnormalized: Tensor | None) -> tuple
             tensors[: ctx.num_saved],
             operands,
             (dy, dnormalized),
-            (wants_input, *wants_others),
-            ctx.sink,
+            wanted,
+            sink,
         )
     return None, None, None, dx, None, *others

@@ -448,3 +448,28 @@ def test_frozen_weights_have_no_delayed_gradient():
     step(module, problem)
     module.backward_dw()
     assert module.weight.grad is None and module.bias.grad is not None
+
+
+@pytest.mark.parametrize("delay", (False, True))
+@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("layer", (LayerNormLinear, cupynorm.Linear))
+def test_a_backward_of_the_input_alone_leaves_no_weight_gradient(layer, recipe, delay):
+    """As adversarial training and saliency maps take it, before a step."""
+    options = {"delay_wgrad_compute": True} if delay else {"fuse_wgrad_accumulation": True}
+    module, x = layer(32, 16, **options, **CPU), torch.randn(4, 32, requires_grad=True)
+    module.weight.main_grad = torch.zeros(16, 32)
+
+    def y():
+        with cupynorm.fp8_autocast(recipe is not None, recipe):
+            return module(x).square().sum()
+
+    (dx,) = torch.autograd.grad(y(), x)
+    y().backward(inputs=[x])
+    assert torch.equal(x.grad, dx) and dx.any()
+    assert not module._delayed and not module.weight.main_grad.any()
+    y().backward(inputs=[x, module.weight])
+    if delay:
+        module.backward_dw()
+    assert not module._delayed
+    gradient = module.weight.grad if delay else module.weight.main_grad
+    assert gradient.any() and module.bias.grad is None
