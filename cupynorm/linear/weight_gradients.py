@@ -180,7 +180,7 @@ def asked_for(
 def _is_reached(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf of torch.autograd.grad's own inputs; compiled autograd
+    except RuntimeError:  # autograd.grad asks for this leaf, or compiled autograd runs
         return True
 
 

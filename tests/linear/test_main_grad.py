@@ -473,3 +473,8 @@ def test_a_backward_of_the_input_alone_leaves_no_weight_gradient(layer, recipe, 
     assert not module._delayed
     gradient = module.weight.grad if delay else module.weight.main_grad
     assert gradient.any() and module.bias.grad is None
+    before = gradient.clone()
+    y().backward(inputs=[module.bias])
+    if delay:
+        module.backward_dw()
+    assert module.bias.grad.any() and torch.equal(gradient, before)

@@ -173,6 +173,22 @@ def weight_gradients_in_main_grad(case, rank):
 
 
 @for_main
+def a_backward_of_the_input_alone(case, rank):
+    """It leaves main_grad and backward_dw() alone."""
+    problem, own = problem_of(case), Shares(case, rank)
+    x, dy = inputs(problem, own)
+    make_layer(case, problem, own)(x).backward(dy)
+    for delay in (False, True):
+        layer = make_layer(
+            case, problem, own, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay
+        )
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        (dx,) = torch.autograd.grad(layer(x), x, dy)
+        assert torch.equal(dx, x.grad)
+        assert not layer.weight.main_grad.any() and not layer._delayed
+
+
+@for_main
 def the_normalised_tensor_and_its_gradient(case, rank):
     """Of this rank's rows or columns, with a gradient of its own."""
     problem = problem_of(case, dnormalized=True)
