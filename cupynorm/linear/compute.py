@@ -1,6 +1,6 @@
 """torch: the values and the gradients of a call, outside autograd.
 
-function.py and operator.py differentiate them. Backward needs x, mean and rstd. It recomputes the
+function.py differentiates them. Backward needs x, mean and rstd. It recomputes the
 normalised tensor, in the kernel of the norm's gradients where these are wanted too, unless
 save_normalized keeps it.
 """
@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..nn.dtypes import outside_autocast
-from ..norm.prepared import FOR_STATISTICS_ALONE
+from ..norm.prepared import FOR_STATISTICS_ALONE, FOR_Y
 from . import few_rows, fold, kernels, one_kernel
 from .call import GRADIENTS, LinearBackwardCall, LinearCall, LinearOptions
 from .kernels import SavedNorm
-from .matrices import as_rows, split_like
-from .norms import KERNELS, Norms
+from .matrices import as_rows, split_like, sum_rows
 from .weight_gradients import WeightGradientSink, WeightProduct
 
 
@@ -96,7 +95,6 @@ class Incoming(NamedTuple):
 
 
 def gradients(
-    norms: Norms,
     options: LinearOptions,
     saved: Saved,
     incoming: Incoming,
@@ -105,8 +103,8 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of input, residual, norm_weight, norm_bias, *weights, *biases.
 
-    wanted: which of them; the others are None. norms: the way the norm is computed. sink: takes
-    the gradients of weights and biases instead.
+    wanted: which of them; the others are None. sink: takes the gradients of weights and biases
+    instead.
     """
     dy, dnormalized, dsum = incoming
     weights, biases, normalized = saved.weights, saved.biases, saved.normalized
@@ -117,13 +115,13 @@ def gradients(
     # Each tensor is freed before the next one is made, so that few exist at a time.
     dbiases: Sequence[Tensor | None] = [None] * len(biases)
     if rows is not None and sink is None and any(wants_biases):
-        dbiases = split_like(norms.sum_rows(rows, biases[0].dtype), biases)
+        dbiases = split_like(sum_rows(rows, biases[0].dtype), biases)
     dx, dnorm_weight, dnorm_bias = dsum, None, None
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(rows, saved, dnormalized)
     if dnormalized is not None and any(wants_norm):
         recompute = wants_normalized and normalized is None
-        dx, dnorm_weight, dnorm_bias, recomputed = norms.gradients(
+        dx, dnorm_weight, dnorm_bias, recomputed = kernels.backward(
             options,
             dnormalized,
             saved.norm,
@@ -139,16 +137,20 @@ def gradients(
     if sink is not None and rows is None:
         sink.take_nothing()
     elif sink is not None:
-        product = _product(norms, options, rows, saved.norm, normalized)
+        product = _product(options, rows, saved.norm, normalized)
         dweights, dbiases = sink.take(product, wanted[4:])
     elif wants_normalized:
         if normalized is None:
-            normalized = norms.normalize(options, saved.norm.operands)
+            normalized = _normalize(options, saved.norm)
         dweights = split_like(rows.t() @ as_rows(normalized), weights)
     all_gradients = (dx, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases)
     return tuple(
         gradient if is_wanted else None for gradient, is_wanted in zip(all_gradients, wanted)
     )
+
+
+def _normalize(options: LinearOptions, norm: SavedNorm) -> Tensor:
+    return kernels.forward(options, norm.operands, options.dtype, FOR_Y)[0]
 
 
 def _dnormalized(rows: Tensor, saved: Saved, dnormalized: Tensor | None) -> Tensor:
@@ -161,7 +163,6 @@ def _dnormalized(rows: Tensor, saved: Saved, dnormalized: Tensor | None) -> Tens
 
 
 def _product(
-    norms: Norms,
     options: LinearOptions,
     rows: Tensor,
     saved: SavedNorm,
@@ -172,10 +173,8 @@ def _product(
         reads = {"the normalised tensor": normalized}
         return WeightProduct(rows, partial(as_rows, normalized), reads=reads)
 
-    operands = saved.operands
-
     def make_normalized() -> Tensor:
-        return as_rows(norms.normalize(options, operands))
+        return as_rows(_normalize(options, saved))
 
     reads = {
         "the input": saved.x,
@@ -196,5 +195,5 @@ def explicit_gradients(call: LinearBackwardCall) -> tuple[Tensor | None, ...]:
     options = call.options._replace(dtype=x.dtype)
     incoming = Incoming(call.dy, call.dnormalized, call.dsum)
     with torch.no_grad(), outside_autocast(x):
-        results = gradients(KERNELS, options, saved, incoming, wanted)
+        results = gradients(options, saved, incoming, wanted)
     return results[0], *results[2:]

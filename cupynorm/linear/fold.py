@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..nn import formulas
-from ..nn.dtypes import outside_autocast
+from ..nn.dtypes import arithmetic, outside_autocast
 from ..nn.modes import stream_of
 from ..nn.products import wide_product
 from .call import LinearCall
@@ -61,9 +60,11 @@ def fold(
     second sees x instead of x - mean, so it grows with |mean| * rstd, as it does not without a
     fold. Under autocast so does the rounding of a float32 x to dtype.
     """
-    compute = formulas.arithmetic(weight)
-    wide = weight.to(compute)
-    folded = wide * formulas.scale(norm_weight, zero_centered_weight, compute)
+    compute = arithmetic(weight)
+    folded = wide = weight.to(compute)
+    if norm_weight is not None:
+        factor = norm_weight.to(compute)
+        folded = wide * (1.0 + factor if zero_centered_weight else factor)
     if centered:
         folded = folded - folded.mean(1, keepdim=True)
     rounded = folded.to(dtype or weight.dtype)

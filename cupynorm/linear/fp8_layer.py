@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import amaxes, autocast, fp8, modes, nested
+from ..nn import amaxes, autocast, fp8, modes, wrapped
 from ..nn.dtypes import outside_autocast, product_dtype
-from ..nn.past_calls import PastCalls, runs_again_by_hooks
+from ..nn.past_calls import PastCalls
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
-from . import fp8_operator, kernels
+from . import kernels
 from .call import LinearCall, LinearOptions, Operands, is_fused
 from .fp8 import RegionCall
 from .function import check_call
@@ -31,7 +31,7 @@ class Fp8Layer(GradientLayer):
 
     _fp8_states: of DelayedScaling. _fp8_weight: the quantised weight that is_first_microbatch
     shares, behind its recipe and modes.stream_of. _slot: for amaxes.py. _past_calls: which a
-    checkpoint may run again. _number: by which the operators find the layer.
+    checkpoint may run again.
     """
 
     in_features: int
@@ -45,7 +45,6 @@ class Fp8Layer(GradientLayer):
         self._fp8_states, self._fp8_weight = {}, None
         self._slot = amaxes.new_slot(self._kind())
         self._past_calls = PastCalls()
-        self._number = fp8_operator.register(self)
 
     def _kind(self) -> str:
         """What the layer's twins on other ranks share with it."""
@@ -68,14 +67,7 @@ class Fp8Layer(GradientLayer):
             return region
         # The region around backward() is not that of the forward.
         past = None if autocast.began_in_backward() else self._past_calls.run_again()
-        if past is not None and past.is_compiled and runs_again_by_hooks():
-            if region is None and past.region is not None:
-                raise NotImplementedError(
-                    "checkpoint(use_reentrant=False) runs a compiled layer again outside of its "
-                    "fp8_autocast; expected the region inside of the checkpointed function, "
-                    "use_reentrant=True, or the checkpoint inside of what torch.compile compiles"
-                )
-        elif past is not None and not past.is_inside:
+        if past is not None and not past.is_inside:
             region = past.region
         # If the next past call began a region of its own, this one came before it and was not kept.
         was_kept = past is None or not past.is_inside
@@ -92,17 +84,9 @@ class Fp8Layer(GradientLayer):
                 raise NotImplementedError(
                     "fp8_output is True and input is nested; expected fp8_output=False"
                 )
-            packing = nested.Packing(operands.input, 1)
+            packing = wrapped.Packing(operands.input, 1)
             operands = operands._replace(input=packing.values(operands.input, "input"))
             return packing.nested(self._project_in_fp8(call, operands, fp8_output))
-        if modes.is_compiling() and call.region.text and not fp8_output and call.input is None:
-            call = self._checked(call, operands, fp8_output)
-            return fp8_operator.by_operator(call, operands, self._number)
-        return modes.run_untraced(self._run_in_fp8)(call, operands, fp8_output)
-
-    def _run_in_fp8(
-        self, call: RegionCall, operands: Operands, fp8_output: bool
-    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         _refuse_transforms(operands)
         if operands.input.is_meta:
             arrays.check_addresses(input=operands.input)  # raises
@@ -153,12 +137,9 @@ class Fp8Layer(GradientLayer):
         return call._replace(recorded=recorded)
 
     def begin_in_fp8(
-        self, call: RegionCall, operands: Operands, *, is_compiled: bool = False
+        self, call: RegionCall, operands: Operands
     ) -> tuple[fp8_linear.QuantizedCall, QuantizedTensor]:
-        """What fp8_linear.forward needs: the call and the quantised weight.
-
-        operands: an operator's weights may be copies, because torch writes to them inside a graph.
-        """
+        """What fp8_linear.forward needs: the call and the quantised weight."""
         region, recipe, scale = call.region, call.region.recipe, None
         past = self._past_calls.run_again()
         device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
@@ -174,7 +155,6 @@ class Fp8Layer(GradientLayer):
             is_recorded=call.recorded,
             has_amaxes=keeps or has_amaxes,
             scale=scale,
-            is_compiled=is_compiled,
         )
         quantized_call = fp8_linear.QuantizedCall(
             call.options, quantizers, call.quantize_gradient, call.input
@@ -200,7 +180,7 @@ class Fp8Layer(GradientLayer):
             return  # a checkpoint runs the call again, or a pipeline before the first step
         _refuse_transforms(operands)
         if operands.input.is_nested:
-            values = nested.Packing(operands.input, 1).values(operands.input, "input")
+            values = wrapped.Packing(operands.input, 1).values(operands.input, "input")
             operands = operands._replace(input=values)
         check_call(LinearCall(operands, self.linear_options(product_dtype(operands.input))))
         recipe, options = region.calibration, self.linear_options(torch.float32)
@@ -282,7 +262,6 @@ class Fp8Layer(GradientLayer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._slot = amaxes.new_slot(self._kind())
-        self._number = fp8_operator.register(self)
         self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:

@@ -1,36 +1,27 @@
 """torch: layer_norm_linear of tensors, differentiable.
 
-`normalize_and_project` chooses how a call runs:
-
-    plain tensors                                compute.py, recorded by `Projected` where a
-                                                 gradient is wanted
-    torch.compile, torch.jit.trace,
-    dispatch modes, subclasses, meta tensors     the operator of operator.py
-    torch.func, forward mode                     torch functions that they can transform
-    DTensors                                     dtensors.py
-    nested tensors                               one of these, on their values
+Eager calls of plain tensors are ours: compute.py, recorded by `Projected` where a gradient is
+wanted. All others, and the gradients of gradients, are a norm by nn/by_torch.py and a product of
+torch, so that torch sees both. One kernel is an operator for torch.compile: compiled.py.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ..gpu.arrays import type_in_words
-from ..nn import dtypes, modes, nested
+from ..nn import autograd, by_torch, dtypes, modes, wrapped
+from ..nn.dtypes import name_of
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
-from . import compute, dtensors, fold, one_kernel
-from .call import LinearCall, Operands, check, has_no_normalized, is_fused
-from .kernels import SavedNorm
+from . import compiled, compute, fold, one_kernel
+from .call import LinearCall, Operands, check, fits, has_no_normalized, is_fused
+from .kernels import SavedNorm, forward_request
 from .matrices import as_result, concatenate, join
-from .norms import FORMULAS, KERNELS, OPERATORS, normalize_and_add
-from .operator import by_operator, fits
 from .weight_gradients import WeightGradientSink, asked_for
 
 _is_compiling = modes.is_compiling
-_has_functorch_transforms = modes.has_functorch_transforms
 _present_tracer = modes.present_tracer
 
 
@@ -41,52 +32,22 @@ def normalize_and_project(
 
     sink: takes the gradients of weights and biases, which autograd then does not get.
     folded: the folded parameters, where they were made before. Without them a call without
-        gradients takes them from fold.cached_fold. Traced calls fold anew.
+        gradients takes them from fold.cached_fold. Traced calls do not fold.
     """
-    compiling = _is_compiling()
-    if not compiling and _present_tracer():  # it would trace what reads memory
+    if not _is_compiling() and _present_tracer():  # it would trace what reads memory
         return torch.compiler.disable(normalize_and_project)(call, sink, folded)
     operands, options = call
     if operands.input.is_nested:
         return _normalize_and_project_nested(call, sink, folded)
     check_call(call)
-    tensors = operands.all
-    is_plain = not compiling and modes.are_plain(tensors)
-    if not is_plain and dtensors.has_dtensors(operands):
-        if sink is not None or is_fused(options.fused):
-            where = "with fuse_wgrad_accumulation, delay_wgrad_compute or fused"
-            dtensors.refuse(operands, where)
-        return dtensors.normalize_and_project(call)
-    if sink is not None and not compiling and not is_plain:
-        # The operator cannot use a sink. Subclasses that torch need not ask are dropped.
-        tensors = tuple(map(_without_subclass, tensors))
-        is_plain = modes.are_plain(tensors)
-        if not is_plain and not modes.has_functorch_transforms():
-            raise NotImplementedError(
-                "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with "
-                "tensors of a class of their own; expected plain tensors"
-            )
+    if sink is not None and not modes.are_plain(operands.all):
+        tensors = tuple(map(_without_subclass, operands.all))
         operands = Operands.split(tensors, len(operands.weights))
         call = LinearCall(operands, options)
-    if modes.compiler_sees_transforms or not compiling:
-        if _has_functorch_transforms() or forward_ad._current_level >= 0:
-            return _normalize_and_project_transformed(call)
-    if sink is not None and not compiling and modes.is_jit_traced():
-        raise NotImplementedError(
-            "torch.jit.trace was asked to record a layer with fuse_wgrad_accumulation or "
-            "delay_wgrad_compute; expected torch.no_grad()"
-        )
-    # A call with a sink is hidden from a dispatch mode, because the operator would lose the sink.
-    has_mode = not compiling and sink is None and modes.num_dispatch_modes()
-    # Without a norm torch's product knows meta tensors. No other such call comes here: linear.py.
-    is_meta = operands.input.is_meta and options.has_norm
-    if is_meta and sink is not None:
-        return _normalize_then_project(call, sink)
-    if has_mode or not is_plain or modes.is_jit_traced() or is_meta:
-        if not compiling:
-            _check_tensors(operands)
-        y, normalized, _, _, added = by_operator(call)
-    elif torch.is_grad_enabled() and modes.wants_gradient(*tensors):
+    tensors = operands.all
+    if by_torch.takes(*tensors):
+        return _by_torch(call, sink)
+    if torch.is_grad_enabled() and modes.wants_gradient(*tensors):
         if is_fused(options.fused):
             fold.forget(operands.weights[0])  # an optimizer may step without telling torch
         y, normalized, added = _apply(call, sink, folded, *tensors)
@@ -103,27 +64,6 @@ def normalize_and_project(
     )
 
 
-def _normalize_then_project(call: LinearCall, sink: WeightGradientSink) -> tuple:
-    """By two calls: a norm's, and one of a linear layer alone, which needs no operator."""
-    operands, options = call
-    normalized, added = normalize_and_add(call)
-    operands = Operands(normalized, None, None, None, operands.weights, operands.biases)
-    alone = options._replace(centered=False, save_normalized=True, fused=None, has_norm=False)
-    y = normalize_and_project(LinearCall(operands, alone), sink)[0]
-    return y, normalized if options.return_normalized else None, added
-
-
-def _normalize_and_project_nested(call: LinearCall, sink, folded) -> tuple:
-    """Of a jagged input: its rows are one dense tensor."""
-    operands = call.operands
-    packing = nested.Packing(operands.input, 1)
-    packed = {"input": packing.values(operands.input, "input")}
-    if operands.residual is not None:
-        packed["residual"] = packing.values(operands.residual, "residual")
-    call = call._replace(operands=operands._replace(**packed))
-    return packing.nested(normalize_and_project(call, sink, folded))
-
-
 def _without_subclass(tensor: Tensor | None) -> Tensor | None:
     """As a torch.Tensor, unless its class has a __torch_dispatch__ of its own."""
     if tensor.__class__ in modes.PLAIN:
@@ -133,8 +73,52 @@ def _without_subclass(tensor: Tensor | None) -> Tensor | None:
     return tensor.as_subclass(Tensor)
 
 
+def _by_torch(
+    call: LinearCall, sink: WeightGradientSink | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """By operations that torch knows. Only meta tensors, which have no values, may have a sink."""
+    operands, options = call
+    if sink is not None and not operands.input.is_meta:
+        raise NotImplementedError(
+            "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with tensors "
+            "of a class of their own, or in a call that torch traces or transforms; expected plain "
+            "tensors in an eager call, or torch.no_grad()"
+        )
+    _check_tensors(operands)
+    if compiled.takes(call):
+        return compiled.normalize_and_project(call)
+    normalized, added = normalize_and_add(call)
+    parts = operands.weights, operands.biases
+    if wrapped.is_any_dtensor(normalized):
+        parts = ([wrapped.on_every_rank(each, normalized) for each in part] for part in parts)
+    weight, bias = (concatenate(part, options.dtype) for part in parts)
+    y = functional.linear(normalized, weight, bias)
+    return y, normalized if options.return_normalized else None, added
+
+
+def normalize_and_add(call: LinearCall) -> tuple[Tensor, Tensor]:
+    """The normalised tensor and input + residual, differentiable as a norm's call is."""
+    operands, options = call
+    if not options.has_norm:
+        return operands.input.to(options.dtype), operands.input
+    request = forward_request(options, operands, name_of(options.dtype))
+    y, _, added = autograd.normalize(request)
+    return y, added
+
+
+def _normalize_and_project_nested(call: LinearCall, sink, folded) -> tuple:
+    """Of a jagged input: its rows are one dense tensor."""
+    operands = call.operands
+    packing = wrapped.Packing(operands.input, 1)
+    packed = {"input": packing.values(operands.input, "input")}
+    if operands.residual is not None:
+        packed["residual"] = packing.values(operands.residual, "residual")
+    call = call._replace(operands=operands._replace(**packed))
+    return packing.nested(normalize_and_project(call, sink, folded))
+
+
 def _check_tensors(operands: Operands) -> None:
-    """Raises for operands that the operator cannot take."""
+    """Raises for operands that torch's operations cannot take."""
     names = ("input", "residual", "norm_weight", "norm_bias")
     names += ("weight",) * len(operands.weights) + ("bias",) * len(operands.biases)
     for name, each in zip(names, operands.all):
@@ -147,32 +131,12 @@ def _check_tensors(operands: Operands) -> None:
 def check_call(call: LinearCall) -> None:
     """Raises ValueError or TypeError for parameters and options that do not fit the input."""
     operands, options = call
-    input = operands.input
-    in_autocast = dtypes.in_autocast(input)
-    if _is_compiling():  # the operator's shape function checks the shapes
-        for part in () if in_autocast else (*operands.weights, *operands.biases):
-            if part.dtype != input.dtype:
-                raise TypeError(
-                    f"weight or bias is of dtype {part.dtype}, input of {input.dtype}; "
-                    "expected both the same"
-                )
-    elif modes.is_jit_traced():
-        pass  # torch warns of every shape that is looked at; the operator itself checks
-    elif is_fused(options.fused) or not fits(operands):
-        check(operands, options.fused, is_cast=in_autocast)
     if is_fused(options.fused) and options.return_normalized:
         raise ValueError(has_no_normalized("return_normalized", options.fused))
-
-
-def _normalize_and_project_transformed(
-    call: LinearCall,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """By functions that torch's transforms and forward mode know."""
-    normalized, added = normalize_and_add(call)
-    operands, dtype = call.operands, call.options.dtype
-    weight, bias = concatenate(operands.weights, dtype), concatenate(operands.biases, dtype)
-    y = functional.linear(normalized, weight, bias)
-    return y, normalized if call.options.return_normalized else None, added
+    if _is_compiling() or modes.is_jit_traced():
+        return  # torch's operations check shapes, and the tracer warns of each look at one
+    if is_fused(options.fused) or not fits(operands):
+        check(operands, options.fused, is_cast=dtypes.in_autocast(operands.input))
 
 
 class Projected(torch.autograd.Function):
@@ -217,28 +181,50 @@ class Projected(torch.autograd.Function):
         norm = SavedNorm(added, mean, rstd, norm_weight, norm_bias)
         weights, biases = parts[: ctx.num_weights], parts[ctx.num_weights :]
         incoming = compute.Incoming(dy, dnormalized, dsum)
-        arrived = [each for each in incoming if each is not None]
-        compiling = _is_compiling()  # by compiled autograd
-        if not compiling and (any(map(modes.is_mapped, arrived)) or modes.is_transformed()):
-            norms, normalized, weight = FORMULAS, None, None
-        elif torch.is_grad_enabled() or (compiling and ctx.sink is None):  # create_graph=True
-            norms, normalized, weight = OPERATORS, None, None
-        else:
-            norms, weight = KERNELS, join(weights) if cast is None else cast
-        if norms is not KERNELS and ctx.sink is not None:
-            raise RuntimeError(
-                "create_graph is True for a layer with fuse_wgrad_accumulation or "
-                "delay_wgrad_compute; expected create_graph=False"
-            )
+        if by_torch.is_differentiated(*(each for each in incoming if each is not None)):
+            if ctx.sink is not None:
+                raise RuntimeError(
+                    "create_graph is True for a layer with fuse_wgrad_accumulation or "
+                    "delay_wgrad_compute; expected create_graph=False"
+                )
+            return None, None, None, *_differentiable(ctx, norm, weights, biases, incoming)
         with dtypes.outside_autocast(norm.x):  # backward() may be called inside of it
-            if weight is None:
-                weight = concatenate(weights, ctx.options.dtype)
+            weight = join(weights) if cast is None else cast
             saved = compute.Saved(norm, normalized, weight, weights, biases)
             wanted, sink = asked_for(ctx, ctx.needs_input_grad[3:], ctx.sink)
             run = compute.gradients if ctx.sink is None else modes.run_untraced(compute.gradients)
-            gradients = run(norms, ctx.options, saved, incoming, wanted, sink)
+            gradients = run(ctx.options, saved, incoming, wanted, sink)
         return None, None, None, *gradients
 
 
 # Projected.apply without what it does for functorch's transforms, which do not come here.
 _apply = super(torch.autograd.Function, Projected).apply
+
+
+def _differentiable(ctx, norm: SavedNorm, weights, biases, incoming) -> list[Tensor | None]:
+    """The gradients of all operands, by torch, which can differentiate them."""
+    options, dy, dnormalized, dsum = ctx.options, *incoming
+
+    def run() -> tuple[Tensor, Tensor]:
+        normalized = norm.x.to(options.dtype)
+        if options.has_norm:
+            of_norm = forward_request(options, norm.operands, None).options
+            normalized = by_torch.normalized(
+                norm.x,
+                norm.norm_weight,
+                norm.norm_bias,
+                of_norm,
+                options.dtype,
+                differentiably=True,
+            )
+        weight, bias = concatenate(weights, options.dtype), concatenate(biases, options.dtype)
+        return functional.linear(normalized, weight, bias), normalized
+
+    with dtypes.outside_autocast(norm.x):
+        tensors = (norm.x, norm.norm_weight, norm.norm_bias, *weights, *biases)
+        dx, *others = by_torch.pull_back(run, (dy, dnormalized), tensors)
+    dx = dsum if dx is None else dx if dsum is None else dx + dsum
+    return [
+        each if is_wanted else None
+        for each, is_wanted in zip((dx, dx, *others), ctx.needs_input_grad[3:])
+    ]

@@ -44,8 +44,9 @@ class LinearLayer(Fp8Layer):
             return False
         # A checkpoint may run the call again, and then needs the region of its first run. A graph
         # cannot look for it.
-        may_run_again = autocast.active() is None and not self._past_calls.is_empty
-        return may_run_again or self._has_8_bit_weights() or self._has_sink()
+        may_run_again = not self._past_calls.is_empty
+        in_fp8 = autocast.is_inside() or self._has_8_bit_weights()
+        return in_fp8 or may_run_again or self._has_sink()
 
     def _call(
         self,

@@ -55,7 +55,7 @@ def why_not(call: LinearCall) -> str | None:
     return None
 
 
-def _has_ranks() -> bool:
+def has_ranks() -> bool:
     distributed = torch.distributed
     return (
         distributed.is_available()
@@ -74,7 +74,7 @@ def why_not_by_default(call: LinearCall) -> str | None:
         return "there is no norm"
     if options.return_normalized or options.save_normalized:
         return "the call asks for the normalised tensor, which the kernel does not make"
-    if _has_ranks():
+    if has_ranks():
         return (
             "the collectives of several ranks may occupy multiprocessors, and the kernel needs all"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ class Region:
     group: the torch.distributed group of DelayedScaling's amaxes.
     used: the scales of each module, updated when the outermost region ends.
     groups: those over which it then reduces amaxes.
-    text: the recipe as text, which torch.compile can trace; empty where there is none.
     records: whether gradients were recorded where it began.
     calibration: the recipe of a disabled region that records amaxes.
     in_backward: whether it began in a backward, inside of what a checkpoint runs again.
@@ -38,7 +36,6 @@ class Region:
     group: Any
     used: dict[tuple[int, int], UsedScales]
     groups: list[Any]
-    text: str
     records: bool
     calibration: DelayedScaling | None = None
     in_backward: bool = False
@@ -53,12 +50,16 @@ _OUTSIDE_OF_GROUP = getattr(
 
 # Of the whole process: a backward in a thread of its own sees them too.
 _regions: list[Region] = []
-_recipes: dict[str, Recipe] = {}  # by their texts; a program has few
 
 
 def active() -> Region | None:
     """The innermost region. None where there is none, or where it is disabled."""
     return _regions[-1] if _regions and _regions[-1].recipe is not None else None
+
+
+def is_inside() -> bool:
+    """Whether the innermost region quantises or records."""
+    return active() is not None or calibration() is not None
 
 
 def calibration() -> Region | None:
@@ -69,33 +70,6 @@ def calibration() -> Region | None:
 def began_in_backward() -> bool:
     """Whether what a checkpoint runs again is in a region of its own, enabled or not."""
     return bool(_regions) and _regions[-1].in_backward
-
-
-def recipe_of(text: str) -> Recipe:
-    """The recipe of a Region's text."""
-    return _recipes[text]
-
-
-def _text_of(recipe: Recipe | None) -> str:
-    """The whole recipe as text, or "" where it has none.
-
-    torch keeps compiled code for other processes, in which a number could mean another recipe.
-    A recipe with callables has no text, because a program may make new ones in each step:
-    torch.compile does not trace its calls.
-    """
-    if recipe is None:
-        return ""
-    if isinstance(recipe, DelayedScaling):
-        if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo:
-            return ""
-    return _register(recipe)
-
-
-@functools.cache
-def _register(recipe: Recipe) -> str:
-    text = repr(recipe)
-    _recipes[text] = recipe
-    return text
 
 
 @contextlib.contextmanager
@@ -138,10 +112,9 @@ def fp8_autocast(
     layer is in eval mode. Nor does a region that an exception leaves.
 
     A region may be around a checkpoint or inside of the checkpointed function. Layers are run again
-    by the recipe and the scales of their forward. Refused is one case: a compiled LayerNormLinear
-    in a checkpoint with use_reentrant=False, and the region around it.
+    by the recipe and the scales of their forward.
 
-    torch.compile compiles what is called; a function that enters a region has a graph break.
+    torch.compile breaks the graph where a region begins, and at each of our layers inside of it.
     Regions belong to the process: those of several threads are nested in the order in which they
     began.
 
@@ -162,7 +135,6 @@ def fp8_autocast(
         group,
         used,
         groups,
-        _text_of(recipe if enabled else None),
         torch.is_grad_enabled(),
         recipe if is_recorded and not enabled else None,
         is_inside_backward(),

@@ -1,12 +1,8 @@
 """torch: layer_norm and rms_norm of tensors, on CUDA by the kernels, on the CPU by the reference.
 
-- eager: called directly, and recorded by `_Norm` where a gradient is wanted.
-- traced, by torch.compile, torch.export, torch.jit.trace, a dispatch mode, a tensor subclass or a
-  meta tensor: by operators.py and fused_operators.py.
-- transformed, by torch.func, vmap or forward mode: by torch operations (formulas.py), around the
-  kernels where that is possible.
-
-The kernels compute the gradients; the formulas differentiate them in turn.
+Eager calls of plain tensors are ours: `normalize` runs them, and `_Norm` and its siblings record
+them. by_torch.py computes all others, and the gradients of gradients. wrapped.py takes nested
+tensors and DTensors apart.
 """
 
 from __future__ import annotations
@@ -16,32 +12,29 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from ..norm import route
 from ..norm.cache import repeated
 from ..norm.checked_forward import DIFFERENTIABLE
 from ..norm.checks import check_forward
+from ..norm.functors import check_differentiable
 from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.request import (
     BackwardOperands,
     BackwardRequest,
     ForwardOperands,
-    ForwardOptions,
     ForwardRequest,
-    is_plain,
+    SecondGradient,
 )
-from ..norm.results import Backward
-from . import dtensor, formulas, functor_operators, fused_operators, nested, operators
+from ..norm.results import Backward, FusedBackward
+from . import by_torch, wrapped
+from .dtypes import arithmetic
 from .modes import (
-    PLAIN,
-    compiler_sees_transforms,
     has_functorch_transforms,
     is_compiling,
+    is_faked,
     is_jit_traced,
-    is_mapped,
-    is_recorded,
-    is_transformed,
-    num_dispatch_modes,
     present_tracer,
     wants_gradient,
 )
@@ -53,9 +46,6 @@ _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it 
 
 # The operands of a backward that a plain norm does not have.
 _NO_OPTIONS = (None,) * (len(BackwardOperands._fields) - 6)
-_NO_OUT = "out was given to a call that torch traces or transforms; expected out=None"
-_FUSED = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat, memory_efficient, "
-_FUSED += "load or store"
 
 
 def normalize(
@@ -63,47 +53,30 @@ def normalize(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, y1, input + residual), differentiable in input, weight, bias, residual, weight1, bias1.
 
-    Under torch.autocast the dtype of y is what torch.nn.functional gives, unless out_dtype or out
-    is given:
-
-        autocast of   input               y         the sum
-        "cuda"        float16, bfloat16   float32   input's dtype: torch does not autocast an add
-        "cuda"        float32, float64    input's   input's
-        "cpu"         any                 input's   input's
-
-    since layer_norm and rms_norm are in the float32 list of CUDA's autocast (rms_norm in recent
-    versions; here in all of them) and in none of the CPU's. No tensor is cast for that: the
-    arithmetic is float32 anyway, only the last rounding is left out, and every gradient has the
-    dtype of its tensor.
+    Under torch.autocast of "cuda" a 16-bit input has a float32 y, as torch's own norms, unless
+    out_dtype or out is given.
     """
     operands, options = original = request
-    if nested.is_any(operands.input, operands.residual, operands.row_scale):
-        return nested.normalize(request, normalize)
+    if wrapped.is_any_nested(operands.input, operands.residual, operands.row_scale):
+        return wrapped.normalize_nested(request, normalize)
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if operands.input.is_cuda:
-            options = options._replace(out_dtype=formulas.arithmetic(operands.input))
+            options = options._replace(out_dtype=arithmetic(operands.input))
             request = ForwardRequest(operands, options)
     compiling = is_compiling()
-    if not compiling and present_tracer():  # it would trace what reads memory
+    if (not compiling and present_tracer()) or (compiling and operands.functors is not None):
+        # It would trace what reads memory; no operation of torch is a user's functor.
         return torch.compiler.disable(normalize)(request)
-    if compiler_sees_transforms or not compiling:
-        if has_functorch_transforms() or forward_ad._current_level >= 0:
-            return _transformed(request)
-    if compiling and options.quantization is not None:
-        # A QuantizedTensor is not a tensor, so this call breaks the graph.
-        return torch.compiler.disable(normalize)(request)
-    if operands.functors is not None:
-        return _with_functors(request, compiling)
-    # An 8-bit y has no operator: a mode that records no graph, as of a selective checkpoint, does
-    # not see its call.
-    is_hidden = not compiling and options.quantization is not None and not is_recorded()
-    if compiling or (num_dispatch_modes() and not is_hidden) or is_jit_traced():
-        return _traced(request)
     input, weight, bias, residual, _, row_scale, _, weight1, bias1, *_ = operands
     tensors = (input, weight, bias, residual, weight1, bias1)
-    if input.is_meta or _is_wrapped(*tensors, row_scale):
-        return _traced(request)
-    recorded = _is_grad_enabled() and wants_gradient(*tensors)
+    if wrapped.is_any_dtensor(*tensors, row_scale):
+        return wrapped.normalize_dtensors(request, normalize)
+    if by_torch.takes(*tensors, row_scale):
+        return by_torch.normalize(request)
+    own = () if operands.functors is None else operands.functors.arrays()
+    recorded = _is_grad_enabled() and wants_gradient(*tensors, *own)
+    if recorded and operands.functors is not None:
+        return _with_functors(request)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
     remember(repeated, _kind(*original), prepared, operands)
     return _run(prepared, operands, recorded)
@@ -118,7 +91,7 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
         is_compiling()
         or has_functorch_transforms()
         or forward_ad._current_level >= 0
-        or num_dispatch_modes()
+        or is_faked()
         or is_jit_traced()
     ):
         return None
@@ -194,76 +167,9 @@ def _kind(operands: tuple, options: tuple) -> tuple | None:
     )
 
 
-def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
-    """One operator, or directly where nothing is recorded or traced."""
-    operands = request.operands
-    tensors = (operands.input, operands.weight, operands.bias, operands.residual)
-    own = operands.functors
-    if _is_wrapped(*tensors, *own.arrays()):
-        named = operands._replace(functors=None)._asdict()
-        dtensor.refuse("load or store", **named, **dict(zip(own.names(), own.arrays())))
-    tensors = (*tensors, *own.arrays())
-    traced = compiling or num_dispatch_modes() or is_jit_traced() or _is_wrapped(*tensors)
-    traced = traced or operands.input.is_meta
-    if not traced and not (_is_grad_enabled() and wants_gradient(*tensors)):
-        prepared, operands = prepare_forward(request, FOR_Y)
-        y, _, _, added, _, _ = prepared.run(operands)
-        return y, None, added
-    if operands.out is not None:
-        raise ValueError(
-            "out was given with load or store to a call that torch records or traces; "
-            "expected out=None"
-        )
-    if not compiling:
-        check_forward(request)
-    made = functor_operators.functor_norm_forward(request)
-    return made.y, None, made.sum
-
-
-def _is_wrapped(*tensors: object) -> bool:
-    """Whether one is of a subclass. Arrays of other libraries are none: the checks refuse them."""
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.__class__ not in PLAIN:
-            return True
-    return False
-
-
-def _traced(request: ForwardRequest) -> tuple:
-    """By the operator, which torch sees as one node."""
-    operands, options = request
-    compiling = is_compiling()
-    plain = is_plain(request)
-    if operands.out is not None:
-        raise ValueError(_NO_OUT)
-    if dtensor.is_any(*operands):
-        if not plain:
-            if not compiling:
-                check_forward(request)
-            from . import dtensor_whole_rows  # imports DTensor, which takes seconds
-
-            return dtensor_whole_rows.normalize(request, normalize)
-        weight, bias = dtensor.parameters_like(
-            operands.input, operands.weight, operands.bias, operands.residual
-        )
-        operands = operands._replace(weight=weight, bias=bias)
-        request = ForwardRequest(operands, options)
-    if options.quantization is not None:
-        raise NotImplementedError(
-            f"out_dtype is {options.quantization.dtype} in a call that torch traces, of meta "
-            "tensors or of tensors of a class of their own; expected plain tensors"
-        )
-    # Compiled, what computes the operator's shapes checks the same. torch.jit.trace warns of every
-    # shape that is looked at; there the operator itself checks.
-    if not compiling and not is_jit_traced():
-        checked = check_forward(request)
-        mesh_dim = dtensor.splitting_dim(operands.input, len(options.extents))
-        if plain and mesh_dim is not None:
-            from . import dtensor_split_rows
-
-            return dtensor_split_rows.normalize(checked, mesh_dim)
-    by_operator = operators.norm_forward if plain else fused_operators.fused_norm_forward
-    made = by_operator(request)
-    return made.y, made.y1, made.sum
+def names_of(names, wanted) -> tuple[str, ...]:
+    """The names of what is wanted."""
+    return tuple(name for name, is_wanted in zip(names, wanted) if is_wanted)
 
 
 def is_recorded_by_jit() -> bool:
@@ -274,50 +180,10 @@ def is_recorded_by_jit() -> bool:
 def forward_of_meta(request: ForwardRequest) -> tuple:
     """y, mean, rstd and the sum of meta tensors: shapes and dtypes without memory."""
     request = check_forward(request)
-    if request.operands.out is not None:
-        raise ValueError(_NO_OUT)
-    return operators.norm_forward(request)[:4]
-
-
-def _transformed(request: ForwardRequest) -> tuple:
-    """x_hat by the kernels, the affine part and all derivatives by torch. In forward mode and
-    compiled, all of it by torch.
-
-    torch.func.vmap is one launch over more rows, whatever it maps over. All is computed in float32
-    (float64 for float64) as in the kernels, but in another order: y may differ by float32's
-    rounding before it is rounded to its own dtype. torch follows no autograd function through two
-    nested tangents or the compiler, and gives wrong second derivatives or none; there x_hat is
-    computed by torch too.
-    """
-    if not is_plain(request):
-        quantization = request.options.quantization
-        option = _FUSED if quantization is None else f"out_dtype {quantization.dtype}"
-        raise NotImplementedError(
-            f"{option} was given to a call that torch.func or forward mode transforms; "
-            "expected none of them"
-        )
-    if request.operands.out is not None:
-        raise ValueError(_NO_OUT)
-    operands, options = check_forward(request)
-    input, residual = operands.input, operands.residual
-    dtype, num_dims, eps = formulas.arithmetic(input), len(options.extents), options.eps
-    added = input if residual is None else input + residual
-    if is_compiling() or forward_ad._current_level >= 0:
-        x_hat = formulas.x_hat(added, num_dims, options.centered, eps)
-    else:
-        alone = ForwardOptions(
-            options.centered, options.extents, eps, out_dtype=dtype, launch=options.launch
-        )
-
-        def compute(x):
-            made = operators.norm_forward(ForwardRequest(ForwardOperands(x), alone))
-            return made.y, made.rstd
-
-        x_hat, _ = formulas.Normalized.apply(added, num_dims, options.centered, compute)
-    y = x_hat * formulas.scale(operands.weight, options.zero_centered_weight, dtype)
-    if operands.bias is not None:
-        y = y + operands.bias.to(dtype)
-    return y.to(getattr(torch, options.out_dtype)), None, added
+    y, _, added = by_torch.normalize(request)
+    leading = added.shape[: added.ndim - len(request.options.extents)]
+    rstd = added.new_empty(leading, dtype=arithmetic(added))
+    return y, rstd.clone() if request.options.centered else None, rstd, added
 
 
 # Eager.
@@ -342,13 +208,8 @@ class _Norm(torch.autograd.Function):
         """None for the call, and the gradient of each tensor that was recorded."""
         if dy is None:
             dx, dweight, dbias = dsum, None, None
-        elif not is_compiling() and (is_transformed() or is_mapped(dy)):
-            # dy has no address, because torch maps over it, or has a tangent.
-            options = ctx.prepared.backward
-            x, mean, rstd, weight = ctx.saved_tensors
-            extents, zero_centered = options.extents, options.zero_centered_weight
-            saved = formulas.Saved(x, mean, rstd, weight, extents, zero_centered)
-            dx, dweight, dbias = formulas.gradients(dy, dsum, saved)
+        elif by_torch.is_differentiated(dy):
+            dx, dweight, dbias = _differentiable(ctx, dy, dsum)
         else:
             dx, dweight, dbias = _gradients(ctx, (dy, *ctx.saved_tensors, dsum))
         # Autograd drops the gradients of tensors that want none.
@@ -359,14 +220,29 @@ class _Norm(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Norm).apply
 
 
+def _differentiable(ctx, dy: torch.Tensor, dsum: torch.Tensor | None) -> tuple:
+    """dx, dweight, dbias by torch."""
+    x, _, _, weight = ctx.saved_tensors
+    options, dtype = ctx.prepared.options, dy.dtype
+    dx, dweight = by_torch.pull_back(
+        lambda: [by_torch.normalized(x, weight, None, options, dtype, differentiably=True)],
+        [dy],
+        (x, weight),
+    )
+    if dsum is not None:
+        dx = dsum if dx is None else dx + dsum
+    wants_bias = _wanted(ctx)[2]
+    return dx, dweight, _sum_rows(dy, options.extents) if wants_bias else None
+
+
+def _sum_rows(dy: torch.Tensor, extents: tuple) -> torch.Tensor:
+    return dy.to(arithmetic(dy)).sum_to_size(extents)
+
+
 def _gradients(ctx, operands: tuple) -> tuple:
     """dx, dweight, dbias: those that ctx needs. operands: the first of BackwardOperands."""
     operands += _NO_OPTIONS
     forward = ctx.prepared
-    # create_graph=True: the operator knows the gradients' derivatives. Compiled autograd traces it.
-    if _is_grad_enabled() or is_compiling():
-        request = BackwardRequest(BackwardOperands._make(operands), _with_wanted(ctx))
-        return operators.norm_backward(request)[:3]
     kind = ctx.needs_input_grad, operands[5] is None
     known = forward.backwards.get(kind)
     # What was saved may have another layout now: torch lets hooks pack and unpack it.
@@ -413,7 +289,7 @@ _apply_with_options = super(torch.autograd.Function, _NormWithOptions).apply
 def _with_wanted(ctx):
     wants_input, wants_weight, wants_bias, wants_residual, *_ = _wanted(ctx)
     wanted = (wants_input or wants_residual, wants_weight, wants_bias)
-    gradients = operators.names_of(Backward._fields, wanted)
+    gradients = names_of(Backward._fields, wanted)
     return ctx.prepared.backward._replace(gradients=gradients)
 
 
@@ -428,24 +304,136 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
     first_present = next((each for each in (dy, dy1, dsum) if each is not None), None)
     if first_present is None:
         return (None,) * len(ctx.needs_input_grad)
-    compiling = is_compiling()  # by compiled autograd
-    if not compiling and (is_transformed() or is_mapped(first_present)):
-        raise NotImplementedError(
-            f"the gradient of a call with {_FUSED} was asked for in a batch or in forward mode; "
-            "expected one gradient at a time"
-        )
     forward = ctx.prepared
+    if by_torch.is_differentiated(first_present):
+        return forward.pick_gradients((*_differentiable_with_options(ctx, dy, dy1, dsum), None))
     saved = ctx.saved_tensors
     if saved[6] is None:
         saved = (*saved[:6], ctx.seed, saved[7])
-    backward_request = fused_operators.fused_gradients(
+    backward_request = _fused_gradients(
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
-    if compiling or torch.is_grad_enabled():  # create_graph=True
-        gradients = fused_operators.fused_norm_backward(*backward_request)
-    else:
-        gradients = route.backward_of_two(*backward_request)
-    return forward.pick_gradients((*gradients, None))
+    return forward.pick_gradients((*route.backward_of_two(*backward_request), None))
+
+
+def _fused_gradients(options, saved, upstream, dbias1_dtype, wants) -> tuple:
+    """The request of a backward with options."""
+    x, mean, rstd, weight, weight1, row_scale, seed, bias = saved
+    dy, dy1, dsum = upstream
+    if dy is None and dy1 is None:
+        dy = torch.zeros_like(x)
+    absent = {"dweight", "dbias"} if dy is None else set()
+    absent |= {"dweight1", "dbias1"} if dy1 is None else set()
+    names = names_of(FusedBackward._fields, wants)
+    names = tuple(name for name in names if name not in absent)
+    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, seed)
+    if options.x_is_y:
+        operands = operands._replace(y_weight=weight, y_bias=bias)
+    request = BackwardRequest(operands, options._replace(gradients=names))
+    return request, SecondGradient(dy1, weight1, dbias1_dtype)
+
+
+def _differentiable_with_options(ctx, dy, dy1, dsum) -> tuple:
+    """The six gradients by torch."""
+    options = ctx.prepared.options
+    if options.memory_efficient:
+        raise NotImplementedError(
+            "a gradient of a norm with memory_efficient was asked for with create_graph=True or in "
+            "a batch; expected memory_efficient=False"
+        )
+    x, _, _, weight, weight1, row_scale, seed, _ = ctx.saved_tensors
+    dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
+    upstream = dy, dy1
+
+    def compute():
+        return (
+            by_torch.normalized(x, each, None, options, dtype, differentiably=True)
+            for each in (weight, weight1)
+        )
+
+    total, dweight, dweight1 = by_torch.pull_back(compute, upstream, (x, weight, weight1))
+    if dsum is not None:
+        total = dsum if total is None else total + dsum
+    operands = ForwardOperands(
+        x, row_scale=row_scale, dropout_seed=ctx.seed if seed is None else seed
+    )
+    dx = None if total is None else by_torch.scale_rows(total, operands, options)
+    sums = [None if each is None else _sum_rows(each, options.extents) for each in upstream]
+    gradients = dx, dweight, sums[0], total, dweight1, sums[1]
+    return tuple(each if wanted else None for each, wanted in zip(gradients, _wanted(ctx)))
+
+
+class _NormWithFunctors(torch.autograd.Function):
+    """A forward with a user's functors, whose arrays have gradients too."""
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        ctx.prepared, operands, results, ctx.functors = call
+        ctx.set_materialize_grads(False)
+        y, mean, rstd, added, _, seed = results
+        is_tensor = isinstance(seed, torch.Tensor)
+        ctx.seed = None if is_tensor else seed
+        raw = operands.input if ctx.prepared.makes_sum and ctx.functors.load else None
+        ctx.save_for_backward(
+            added,
+            mean,
+            rstd,
+            operands.weight,
+            operands.bias,
+            operands.row_scale,
+            seed if is_tensor else None,
+            raw,
+            *ctx.functors.arrays(),
+        )
+        return ctx.prepared.pick_outputs(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstream):
+        dy, _, dsum = ctx.prepared.split_outputs(upstream)
+        x, mean, rstd, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
+        num, count = len(ctx.prepared.differentiable), len(arrays)
+        if dy is None and dsum is None:
+            return (None,) * (1 + num + count)
+        functors = ctx.functors.with_arrays(arrays)
+        wanted = _wanted(ctx)
+        names = names_of(FusedBackward._fields, wanted)
+        of_arrays = names_of(functors.names(), ctx.needs_input_grad[1 + num :])
+        options = ctx.prepared.backward._replace(
+            gradients=names if "dx" in names else ("dx", *names), functor_gradients=of_arrays
+        )
+        operands = BackwardOperands(
+            torch.zeros_like(x) if dy is None else dy,
+            x,
+            mean,
+            rstd,
+            weight,
+            dsum,
+            bias,
+            row_scale,
+            ctx.seed if seed is None else seed,
+            input=raw,
+            functors=functors,
+        )
+        results = route.backward(BackwardRequest(operands, options))
+        found = dict(zip(of_arrays, results.functors))
+        gradients = ctx.prepared.pick_gradients((*results[:4], None, None, None))
+        return *gradients, *(found.get(name) for name in functors.names())
+
+
+def _with_functors(request: ForwardRequest) -> tuple:
+    if request.operands.out is not None:
+        raise ValueError("out was given with load or store to a call that torch records")
+    check_differentiable(request.operands.functors)
+    prepared, operands = prepare_forward(request, FOR_GRADIENTS)
+    results = prepared.run(operands)
+    outputs = _NormWithFunctors.apply(
+        (prepared, operands, results, operands.functors),
+        *prepared.read_differentiable(operands),
+        *operands.functors.arrays(),
+    )
+    y, _, added = prepared.split_outputs(outputs)
+    return y, None, operands.input if added is None else added
 
 
 class _PassingGradients(torch.autograd.Function):

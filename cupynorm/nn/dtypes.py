@@ -17,6 +17,11 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def arithmetic(x: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic on x and of its statistics: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def product_dtype(input: Tensor) -> torch.dtype:
     """The dtype of a matrix product of input: the autocast dtype where torch.autocast is on.
 

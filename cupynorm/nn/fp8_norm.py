@@ -11,7 +11,7 @@ from ..gpu import arrays
 from ..norm.options import launch_options, with_checked_options
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
-from . import amaxes, autocast, dtensor, fp8
+from . import amaxes, autocast, fp8, wrapped
 from .dtypes import name_of
 from .modes import is_recorded, is_transformed, learns_shapes, wants_gradient
 from .past_calls import PastCall, PastCalls
@@ -132,7 +132,7 @@ class Fp8Norm(torch.nn.Module):
                 "torch.export or make_fx was asked to record a norm with fp8_output=True; expected "
                 "fp8_output=False"
             )
-        is_sharded = dtensor.is_any(input)
+        is_sharded = wrapped.is_any_dtensor(input)
         if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
         # A checkpoint may run its layers without recording them, and again in backward.

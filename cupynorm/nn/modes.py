@@ -26,14 +26,9 @@ present_tracer = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback",
 # Functions of torch.distributed.pipelining, of torch 2.13 and of former versions.
 _LEARN_SHAPES = frozenset({"_forward_metadata_inference", "_shape_inference"})
 
-# torch 2.4 has no such function.
 top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
-_proxies = getattr(torch._C, "_TorchDispatchModeKey", None)  # the key of make_fx's mode
-
-# Whether torch.compile knows the answer of is_transformed(). Older versions answer False inside of
-# a transform that they compile.
-compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+_MODES = torch._C._TorchDispatchModeKey
 
 
 def is_transformed() -> bool:
@@ -51,7 +46,18 @@ def is_recorded() -> bool:
         return True
     if is_compiling() or not num_dispatch_modes():
         return False
-    return torch._C._get_dispatch_mode(_proxies.PROXY) is not None
+    return torch._C._get_dispatch_mode(_MODES.PROXY) is not None
+
+
+def is_faked() -> bool:
+    """Whether tensors have no values now, or torch records what is done to them.
+
+    Other dispatch modes, as of selective checkpoints, do not look into an eager call.
+    """
+    if not num_dispatch_modes():
+        return False
+    of_torch = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(each) is not None for each in of_torch)
 
 
 def are_plain(tensors: Iterable[object]) -> bool:
@@ -115,4 +121,11 @@ def run_untraced(method):
 
     For methods that keep Python objects from step to step, such as scales.
     """
-    return torch.compiler.disable(method) if is_compiling() or present_tracer() else method
+    if not (is_compiling() or present_tracer()):
+        return method
+    if is_compiling():  # with fullgraph=True this raises the sentence
+        torch._dynamo.graph_break(
+            "cupynorm keeps scales or gradients of this call in Python, so the graph breaks here; "
+            "expected fullgraph=False"
+        )
+    return torch.compiler.disable(method)

@@ -38,7 +38,7 @@ class PastCall(NamedTuple):
     owners: what lives as long as the call may run again; empty where that is unknown.
     region: None for a call outside of fp8_autocast.
     has_amaxes: whether its amaxes were recorded. scale: of the forward's tensors, for
-    DelayedScaling. is_compiled: whether torch.compile's graph made it.
+    DelayedScaling.
     is_inside: whether the region began inside of what runs the call again, and so begins again.
     """
 
@@ -48,7 +48,6 @@ class PastCall(NamedTuple):
     region: Region | None
     has_amaxes: bool
     scale: Tensor | None
-    is_compiled: bool
     is_inside: bool
 
     def is_owned_by(self, owner: object) -> bool:
@@ -74,7 +73,6 @@ class PastCalls:
         is_recorded: bool,
         has_amaxes: bool = False,
         scale: Tensor | None = None,
-        is_compiled: bool = False,
     ) -> PastCall | None:
         """Keeps the call that runs now, and a copy of its scale, if it may be run again."""
         functions = [] if torch.is_grad_enabled() else _functions_around()
@@ -95,11 +93,9 @@ class PastCalls:
             if functions
             else frame is not None and region.hook == id(hooks[0])
         )
-        call = PastCall(number, is_hooked, refs, region, has_amaxes, scale, is_compiled, is_inside)
+        call = PastCall(number, is_hooked, refs, region, has_amaxes, scale, is_inside)
         self._calls.append(call)
-        # A graph of torch.compile alone is run again by itself.
-        is_alone = is_compiled and is_recorded and not is_hooked and len(functions) == 1
-        self.is_empty = self.is_empty and is_alone
+        self.is_empty = False
         if not owners:
             self._drop_oldest()
         return call

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..norm.quantized_tensor import QuantizedTensor
-from . import formulas
-from .dtypes import outside_autocast
+from .dtypes import arithmetic, outside_autocast
 from .recipes import BLOCK_SIZE
 
 HAS_WIDE_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
@@ -20,7 +19,7 @@ HAS_WIDE_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a b in float32 (float64 for float64), rounded to a's dtype only on a GPU before torch 2.8."""
-    compute = formulas.arithmetic(a)
+    compute = arithmetic(a)
     if a.dtype == compute:
         return a @ b
     if a.is_cuda:
@@ -28,6 +27,14 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
             return torch.mm(a, b, out_dtype=compute)
         return (a @ b).to(compute)
     return a.to(compute) @ b.to(compute)
+
+
+def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums over the rows of a matrix, of one dtype, rounded once.
+
+    torch.sum(dtype=) would round each element to that dtype first.
+    """
+    return rows.sum(0, dtype=arithmetic(rows)).to(dtype)
 
 
 class Factor(NamedTuple):

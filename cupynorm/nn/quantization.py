@@ -19,9 +19,8 @@ from ..gpu import arrays
 from ..norm import quantize as matrix_kernels
 from ..norm import reduce_matrix
 from ..norm.quantized_tensor import QuantizedTensor
-from . import formulas
 from .dtypes import name_of
-from .products import pad
+from .products import pad, sum_rows
 from .recipes import BLOCK_SIZE, E4M3, LARGEST, LARGEST_FLOAT32, MX_BLOCK_SIZE
 
 
@@ -129,7 +128,7 @@ def quantize_and_sum(
         )
         return _of_matrix(quantized, x), quantized.sums
     scale = scale if rule is None else _current_scale(x, dtype, rule)
-    return quantize(x, scale, dtype, amax=amax, transpose=True), formulas.sum_rows(x, sum_dtype)
+    return quantize(x, scale, dtype, amax=amax, transpose=True), sum_rows(x, sum_dtype)
 
 
 def _current_scale(x: Tensor, dtype: torch.dtype, rule: Rule) -> Tensor:

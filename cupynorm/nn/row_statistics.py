@@ -16,9 +16,7 @@ from torch import Tensor
 from ..gpu import arrays
 from ..norm import split_rows
 from ..norm.split_rows import OfPart, SplitNorm, Wanted
-from . import formulas
-from .dtypes import name_of
-from .formulas import arithmetic
+from .dtypes import arithmetic, name_of
 
 
 def statistics_of_part(of_part: OfPart, norm: SplitNorm) -> Tensor:
@@ -44,7 +42,11 @@ def normalize(of_part: OfPart, norm: SplitNorm, dtype: torch.dtype) -> tuple[Ten
     if of_part.parts is not None:
         statistics = _combined(of_part.parts, norm)
     y = _x_hat(of_part.x, statistics)
-    y = y * formulas.scale(of_part.weight, norm.zero_centered_weight, y.dtype)
+    y = (
+        y
+        if of_part.weight is None
+        else y * (of_part.weight.to(y.dtype) + norm.zero_centered_weight)
+    )
     y = y if of_part.bias is None else y + of_part.bias.to(y.dtype)
     return y.to(dtype), statistics
 
@@ -106,4 +108,6 @@ def _x_hat(rows: Tensor, statistics: Tensor) -> Tensor:
 def _weighted(of_part: OfPart, norm: SplitNorm) -> Tensor:
     """dy * weight, in the dtype of the arithmetic."""
     dy = of_part.dy.to(of_part.statistics.dtype)
-    return dy * formulas.scale(of_part.weight, norm.zero_centered_weight, dy.dtype)
+    if of_part.weight is None:
+        return dy
+    return dy * (of_part.weight.to(dy.dtype) + norm.zero_centered_weight)

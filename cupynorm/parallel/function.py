@@ -1,4 +1,4 @@
-"""torch: the layer of several ranks as a differentiable function."""
+"""torch: the layer of several ranks as a differentiable function, eager and for torch.compile."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..linear import dtensors, fold, one_kernel
+from ..linear import fold, one_kernel
 from ..linear.call import LinearCall, Operands, is_fused
-from ..linear.matrices import as_result
+from ..linear.function import normalize_and_add
+from ..linear.matrices import as_result, concatenate
 from ..linear.weight_gradients import WeightGradientSink, asked_for
-from ..nn import modes
+from ..nn import modes, wrapped
 from ..nn.dtypes import outside_autocast
 from . import column, row
 from .products import FloatProducts, Products
+from .sharding import Sharding
 
 _MODES = {"column": column, "row": row}
 
@@ -54,7 +57,11 @@ def check_plain(operands: Operands) -> None:
             "torch.func or forward mode was asked to transform a layer with tp_size of 2 or more; "
             "expected it outside of them"
         )
-    dtensors.refuse(operands, "with tp_size of 2 or more")
+    if wrapped.is_any_dtensor(*operands.all):
+        raise NotImplementedError(
+            "a DTensor was given to a layer with tp_size of 2 or more; expected plain tensors, "
+            "to_local()"
+        )
 
 
 class Sharded(torch.autograd.Function):
@@ -99,3 +106,50 @@ def _gradients(ctx: Any, dy: Tensor | None, dnormalized: Tensor | None) -> tuple
             sink,
         )
     return None, None, None, dx, None, *others
+
+
+# torch.compile.
+
+
+def project_by_torch(call: LinearCall, sharding: Sharding) -> tuple[Tensor, Tensor | None]:
+    """As project, of a column-parallel layer, in operations that torch.compile sees.
+
+    Its async tensor parallelism may fuse the product with the collective.
+    """
+    from torch.distributed import _functional_collectives as collectives
+
+    operands, options = call
+    group, gathers = sharding.ranks.group, sharding.gathers_input
+    if sharding.reduces_norm and gathers:
+        norm_weight, norm_bias = (
+            None if each is None else _Copied.apply(each, group.group_name)
+            for each in (operands.norm_weight, operands.norm_bias)
+        )
+        operands = operands._replace(norm_weight=norm_weight, norm_bias=norm_bias)
+    normalized, _ = normalize_and_add(LinearCall(operands, options))
+    if gathers:
+        rows = collectives.all_gather_tensor_autograd(normalized, 0, group)
+    else:
+        rows = _Copied.apply(normalized, group.group_name)
+    weight, bias = (
+        concatenate(parts, options.dtype) for parts in (operands.weights, operands.biases)
+    )
+    y = functional.linear(rows, weight, bias)
+    if not options.return_normalized:
+        return y, None
+    return y, rows if sharding.gathered else normalized
+
+
+class _Copied(torch.autograd.Function):
+    """What all ranks have, whose gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        functional_collectives = torch.ops._c10d_functional
+        total = functional_collectives.all_reduce(dy.contiguous(), "sum", ctx.name)
+        return functional_collectives.wait_tensor(total), None

@@ -6,7 +6,6 @@ products.py         their products, in the dtype of the call or in 8-bit floats
 overlap.py          products that overlap with collectives
 sharding.py         how the ranks share the layer
 ranks.py            the group and its collectives
-traced.py           what torch.compile sees
 checkpoints.py      state dicts that load on another number of ranks
 gathered_weights.py weights that fully_shard gathers in 8-bit floats
 """
@@ -29,8 +28,7 @@ from ..nn import autocast, modes
 from ..nn.dtypes import product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
-from . import traced
-from .function import check_plain, project
+from .function import check_plain, project, project_by_torch
 from .overlap import Overlaps, SymmetricSum, overlaps
 from .products import FloatProducts, QuantizedProducts
 from .ranks import Ranks, group_size
@@ -139,17 +137,17 @@ class LayerNormLinear(OneRankLayerNormLinear):
     forward.__doc__ = OneRankLayerNormLinear.forward.__doc__
 
     def _is_traced(self, inp: Tensor | QuantizedTensor) -> bool:
-        """Whether torch.compile sees the operations of a call: traced.py."""
+        """Whether torch.compile sees the operations of a call: function.project_by_torch."""
         return (
             modes.is_compiling()
-            and traced.IS_KNOWN
+            and self.parallel_mode == "column"
             and isinstance(inp, Tensor)
             and self.tp_group is not None
             and not is_fused(self.fused)
             and self._overlaps == Overlaps()
             and not self.fuse_wgrad_accumulation
             and not self.delay_wgrad_compute
-            and autocast.active() is None
+            and not autocast.is_inside()
             and self._past_calls.is_empty
             and not self._has_8_bit_weights()
         )
@@ -215,7 +213,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
         call = LinearCall(operands, self.linear_options(product_dtype(operands.input)))
         check_call(call)
         if modes.is_compiling():
-            return traced.project(call, self._sharding)
+            return project_by_torch(call, self._sharding)
         folded = self._fold(call, is_first_microbatch)
         return project(FloatProducts(call.options, self._sharding, folded), operands, sink)
 

@@ -1,0 +1,227 @@
+"""torch: layer_norm and rms_norm by torch's own operations.
+
+Our kernels run eager calls (autograd.py). What torch traces, transforms, nests or fakes is computed
+here, so torch sees nothing but its own operations. So are the gradients of gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from ..norm.checked_forward import SEED_LIMIT
+from ..norm.checks import check_forward
+from ..norm.options import dtype_name
+from ..norm.quantized_tensor import as_quantized_tensor, scale_shape
+from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest
+from . import modes
+from . import quantization as of_torch
+from .dtypes import arithmetic
+
+
+def takes(*tensors: object) -> bool:
+    """Whether a call is not eager: no kernel may read memory now, or a tensor has none."""
+    return (
+        modes.is_compiling()  # torch.compile and torch.export
+        or modes.has_functorch_transforms()  # vmap, grad, jacrev
+        or forward_ad._current_level >= 0  # jvp, dual numbers
+        or modes.is_jit_traced() is not None  # torch.jit.trace
+        or modes.is_faked()  # FakeTensorMode, make_fx, functionalisation
+        or any(isinstance(each, Tensor) and each.__class__ not in modes.PLAIN for each in tensors)
+        or any(isinstance(each, Tensor) and each.is_meta for each in tensors)
+    )
+
+
+def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, y1 and the sum, as autograd.normalize. memory_efficient and launch do nothing here.
+
+    Raises NotImplementedError for out and functors, and for an 8-bit y in transforms.
+    """
+    operands, options = request
+    refused = {"out": operands.out, "load or store": operands.functors}
+    if modes.is_transformed() or modes.is_jit_traced() is not None:
+        refused["an 8-bit out_dtype"] = options.quantization  # the result is no tensor
+    for name, given in refused.items():
+        if given is not None:
+            raise NotImplementedError(
+                f"{name} was given to a call that torch traces or transforms; expected a call of "
+                "plain tensors, or none"
+            )
+    if not (modes.is_compiling() or modes.is_jit_traced() is not None):
+        operands, options = check_forward(request)
+    added = _sum(operands, options)
+    if options.quantization is not None:
+        y = normalized(added, operands.weight, operands.bias, options, torch.float32)
+        return _quantized(y, operands, options), None, added
+    dtype, y1 = _dtype(options.out_dtype, operands.input.dtype), None
+    if operands.weight1 is not None or operands.bias1 is not None:
+        y1 = normalized(added, operands.weight1, operands.bias1, options, dtype)
+    return normalized(added, operands.weight, operands.bias, options, dtype), y1, added
+
+
+def normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: ForwardOptions,
+    dtype: torch.dtype,
+    *,
+    differentiably: bool = False,
+) -> Tensor:
+    """y in dtype, rounded once.
+
+    One call of torch's norm where all tensors have one dtype. Compiled, RMSNorm is written out:
+    inductor makes fewer kernels of it, and exporters know its operations.
+
+    differentiably: to any order, and by tangents of tangents. torch 2.13 has wrong third
+        derivatives of layer_norm. Those of rms_norm are right.
+    """
+    centered, extents, given, wide = options.centered, options.extents, x.dtype, arithmetic(x)
+    dims = tuple(range(-len(extents), 0))
+    eps = torch.finfo(wide).eps if options.eps is None else options.eps
+    one_more = bool(options.zero_centered_weight) and weight is not None
+    rounds = options.round_x_hat and given != wide
+    by_rms = centered and (differentiably or modes.is_transformed())
+    writes_out = not centered and (modes.is_compiling() or modes.is_faked())
+    of_all = {given, dtype, *(each.dtype for each in (weight, bias) if each is not None)}
+    if (
+        len(of_all) > 1
+        or one_more
+        or rounds
+        or by_rms
+        or writes_out
+        or not (centered or bias is None)
+    ):
+        x, weight, bias = (None if each is None else each.to(wide) for each in (x, weight, bias))
+        weight = weight + 1 if one_more else weight
+    if by_rms:
+        x, centered = x - x.mean(dims, keepdim=True), False
+    inside = (None, None) if rounds or writes_out else (weight, bias)
+    if writes_out:
+        y = x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + eps)
+    elif centered:
+        y = functional.layer_norm(x, extents, *inside, eps)
+    else:
+        y = functional.rms_norm(x, extents, inside[0], eps)
+    if rounds:
+        y = y.to(given).to(wide)
+    if inside[0] is not weight:
+        y = y * weight
+    if bias is not None and (inside[1] is not bias or not centered):
+        y = y + bias
+    return y.to(dtype)
+
+
+def _sum(operands: ForwardOperands, options: ForwardOptions) -> Tensor:
+    """dropout(input * row_scale) + residual, rounded once."""
+    x, residual = operands.input, operands.residual
+    dtype = _dtype(options.residual_dtype, x.dtype)
+    scaled = scale_rows(x, operands, options)
+    if residual is None:
+        return scaled.to(dtype)
+    if scaled is x and x.dtype == residual.dtype == dtype:
+        return x + residual
+    wide = torch.promote_types(dtype, torch.float32)
+    return (scaled.to(wide) + residual.to(wide)).to(dtype)
+
+
+def _dtype(given: Any, default: torch.dtype) -> torch.dtype:
+    if given is None or isinstance(given, torch.dtype):
+        return default if given is None else given
+    return getattr(torch, dtype_name(given, "dtype"))
+
+
+def scale_rows(x: Tensor, operands: ForwardOperands, options: ForwardOptions) -> Tensor:
+    """x * row_scale, with dropout. It is linear and its own transpose, so gradients use it too."""
+    wide, num_dims = arithmetic(x), len(options.extents)
+    if operands.row_scale is not None:
+        x = x.to(wide) * operands.row_scale.to(wide)[(..., *(None,) * num_dims)]
+    if options.dropout_p > 0:
+        seed = operands.dropout_seed
+        if seed is None:
+            seed = torch.randint(0, SEED_LIMIT, (1,), device=x.device)
+        kept = _kept(x.flatten(-num_dims).flatten(0, -2), options.dropout_p, seed).reshape(x.shape)
+        factor = 1 / (1 - options.dropout_p) if options.dropout_p < 1 else 0.0
+        x = torch.where(kept, x.to(wide) * factor, 0.0)
+    return x
+
+
+def _kept(matrix: Tensor, dropout_p: float, seed: Tensor | int) -> Tensor:
+    """The mask of cupynorm.reference.dropout_mask: Philox in int64, whose products wrap."""
+    (num_rows, num_cols), low = matrix.shape, 0xFFFFFFFF
+    rows = torch.arange(num_rows, device=matrix.device)[:, None]
+    cols = torch.arange((num_cols + 3) // 4, device=matrix.device)
+    counter, keys = [cols & low, cols >> 32, rows & low, rows >> 32], [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        high = second >> 32 & low ^ counter[1] ^ keys[0], first >> 32 & low ^ counter[3] ^ keys[1]
+        counter = [high[0], second & low, high[1], first & low]
+        keys = [keys[0] + 0x9E3779B9 & low, keys[1] + 0xBB67AE85 & low]
+    words = torch.stack(torch.broadcast_tensors(*counter), -1).flatten(1)[:, :num_cols]
+    return words >= round(dropout_p * 2**32)
+
+
+def _quantized(y: Tensor, operands: ForwardOperands, options: ForwardOptions) -> Any:
+    """y as a QuantizedTensor, which torch.compile traces as its tensors."""
+    rule, num_cols = options.quantization, math.prod(options.extents)
+    matrix, dtype = y.reshape(-1, num_cols), getattr(torch, rule.dtype)
+    power_of_two = rule.power_of_two
+    if rule.scaling == "mx":
+        data, scale_inv = of_torch.quantize_mxfp8(matrix, dtype)
+    elif rule.scaling == "block":
+        blocks = of_torch.quantize_blocks(matrix, dtype, power_of_two=power_of_two)
+        data, scale_inv = blocks.data, blocks.scale_inv
+    else:
+        by_row, scale = rule.scaling == "row", operands.scale
+        amax = of_torch.amax_of(matrix, 1) if by_row else of_torch.amax_of(matrix, 0, 1).reshape(1)
+        if rule.scaling != "given":
+            smallest = {"power_of_two": power_of_two, "smallest_amax": rule.smallest_amax}
+            scale = of_torch.scale_of(amax, dtype, **smallest)
+        elif operands.amax is not None:
+            operands.amax.copy_(torch.maximum(operands.amax, amax))
+        scale = y.new_ones(1) if scale is None else scale
+        data = of_torch.encode(matrix, scale[:, None] if by_row else scale, dtype)
+        scale_inv = 1.0 / scale
+    leading = y.shape[: y.ndim - len(options.extents)]
+    scale_inv = scale_inv.reshape(scale_shape(rule.scaling, leading, num_cols))
+    transposed = of_torch.transpose_data(data) if rule.transpose else None
+    result = as_quantized_tensor(
+        rule, data.reshape(y.shape), scale_inv, transposed, operands.input, num_cols
+    )
+    if y.requires_grad:
+        result.attach(lambda values: values.detach() + (y - y.detach()).to(values.dtype))
+    return result
+
+
+# Gradients of gradients.
+
+
+def is_differentiated(*gradients: Tensor | None) -> bool:
+    """In a backward: whether its results are differentiated, batched, traced or have tangents."""
+    return torch.is_grad_enabled() or any(map(modes.is_mapped, gradients)) or takes(*gradients)
+
+
+def pull_back(
+    compute: Callable[[], Iterable[Tensor]],
+    upstream: Iterable[Tensor | None],
+    tensors: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of tensors, from those of what compute() returns, for torch to differentiate.
+
+    compute: the forward once more, from these tensors, which the backward saved.
+    upstream: the gradient of each result, or None. Tensors that need no gradient get None.
+    """
+    with torch.enable_grad():
+        pairs = [(y, dy.to(y.dtype)) for y, dy in zip(compute(), upstream) if dy is not None]
+        wanted = [each for each in tensors if each is not None and each.requires_grad]
+        if not pairs or not wanted:
+            return [None] * len(tensors)
+        ys, dys = zip(*pairs)
+        found = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True, allow_unused=True))
+    return [next(found) if each is not None and each.requires_grad else None for each in tensors]

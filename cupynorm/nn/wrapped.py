@@ -1,0 +1,153 @@
+"""torch: tensors that hold tensors: nested ones of several sequences, DTensors of several ranks.
+
+A norm acts on each row alone. So it runs on the values of all sequences of a jagged tensor, which
+are one dense tensor, and on each rank's part of a DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ..gpu.arrays import type_in_words
+from ..norm.request import ForwardRequest
+
+
+def is_any_nested(*tensors: object) -> bool:
+    """Whether one of them is a nested tensor."""
+    for each in tensors:
+        if isinstance(each, Tensor) and each.is_nested:
+            return True
+    return False
+
+
+class Packing:
+    """How the rows of a nested input are packed. Takes others apart and puts results together.
+
+    num_dims: over which rows are normalised. Raises TypeError or ValueError for an input that is
+    not jagged, or whose sequences have their length in one of these dimensions.
+    """
+
+    def __init__(self, input: Tensor, num_dims: int) -> None:
+        if not input.is_nested:
+            raise TypeError(
+                "input is dense and another argument is nested; expected a nested input"
+            )
+        _check_jagged(input, "input")
+        self._input, self._ragged = input, input._ragged_idx
+        if self._ragged >= input.ndim - num_dims:
+            raise ValueError(
+                f"dimension {self._ragged} of input differs between sequences; "
+                f"expected the last {num_dims}, which are normalised, to be of one size"
+            )
+        self._leading = input.shape[: self._ragged + 1]
+
+    def values(self, tensor: Tensor, name: str) -> Tensor:
+        """The rows of an argument that has one for each row of the input."""
+        if not tensor.is_nested:
+            raise TypeError(f"input is nested and {name} is dense; expected both nested")
+        _check_jagged(tensor, name)
+        if tensor.shape[: len(self._leading)] != self._leading:
+            raise ValueError(f"{name} has offsets of its own; expected the offsets of input")
+        return tensor.values()
+
+    def nested(self, results: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Results that have a row for each row of the input. None stays None."""
+        offsets, lengths, ragged = self._input.offsets(), self._input.lengths(), self._ragged
+        make = torch.nested.nested_tensor_from_jagged
+        return tuple(
+            None if each is None else make(each, offsets, lengths, jagged_dim=ragged)
+            for each in results
+        )
+
+
+def normalize_nested(
+    request: ForwardRequest, of_dense: Callable[[ForwardRequest], tuple]
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What of_dense returns for the values of nested operands, as nested tensors."""
+    operands, options = request
+    if options.quantization is not None or operands.out is not None:
+        option = "out" if options.quantization is None else "8-bit out_dtype"
+        raise NotImplementedError(f"{option} was given and input is nested; expected neither")
+    packing = Packing(operands.input, len(options.extents))
+    by_row = {name: getattr(operands, name) for name in ("input", "residual", "row_scale")}
+    packed = {
+        name: packing.values(tensor, name) for name, tensor in by_row.items() if tensor is not None
+    }
+    results = of_dense(request._replace(operands=operands._replace(**packed)))
+    return packing.nested(results)
+
+
+def _check_jagged(tensor: Tensor, name: str) -> None:
+    if tensor.layout is not torch.jagged:
+        raise TypeError(f"{name} is nested with layout torch.strided; expected torch.jagged")
+
+
+def is_any_dtensor(*tensors: object) -> bool:
+    """Whether one of them is a DTensor, whose class takes seconds to import."""
+    for each in tensors:
+        # torch.compile cannot trace hasattr of a symbolic number.
+        if isinstance(each, Tensor) and hasattr(each, "device_mesh"):
+            return True
+    return False
+
+
+def normalize_dtensors(
+    request: ForwardRequest, of_local: Callable[[ForwardRequest], tuple]
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What of_local returns for the rows of each rank, as DTensors.
+
+    Rows that ranks have parts of are gathered first. A plain parameter is the same on every rank.
+    Gradients of parameters are partial sums where rows are sharded, as those of torch's norms.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    operands, options = request
+    input, by_row = operands.input, ("input", "residual", "row_scale")
+    refused = {"an 8-bit out_dtype": options.quantization, "dropout_p": options.dropout_p}
+    refused |= {"out": operands.out, "load or store": operands.functors}
+    for name, given in refused.items():
+        if given:
+            raise NotImplementedError(
+                f"{name} was given and an argument is a DTensor; expected to_local()"
+            )
+    for name in by_row:
+        each = getattr(operands, name)
+        if each is not None and not is_any_dtensor(each):
+            raise TypeError(
+                f"{name} is {type_in_words(each)} and another argument is a DTensor; "
+                "expected a DTensor too"
+            )
+    mesh, first = input.device_mesh, input.ndim - len(options.extents)
+    rows = [
+        each if each.is_shard() and each.dim < first else Replicate() for each in input.placements
+    ]
+    whole = [Replicate()] * mesh.ndim
+    sums = [Partial() if each.is_shard() else each for each in rows]
+    local = {}
+    for name in (*by_row, "weight", "bias", "weight1", "bias1"):
+        each = getattr(operands, name)
+        placements, of_gradient = (rows, rows) if name in by_row else (whole, sums)
+        if each is None:
+            continue
+        each = on_every_rank(each, input)
+        if list(each.placements) != placements:
+            each = each.redistribute(placements=placements)
+        local[name] = each.to_local(grad_placements=of_gradient)
+    results = of_local(request._replace(operands=operands._replace(**local)))
+    like = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
+    return tuple(
+        None if each is None else DTensor.from_local(each, mesh, rows, **like) for each in results
+    )
+
+
+def on_every_rank(tensor: Tensor, like: Tensor) -> Tensor:
+    """A plain tensor as a DTensor that is the same on all ranks of another's mesh."""
+    if is_any_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
