@@ -1,4 +1,4 @@
-"""Fused options through torch: seeds, autograd, operators and the compiler."""
+"""Fused options through torch: seeds, autograd, transforms and the compiler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from cupynorm.norm import cache
 torch = pytest.importorskip("torch")
 from fused_cases import random  # noqa: E402
 from torch.func import vmap  # noqa: E402
-
-from cupynorm.nn import operators as torch_ops  # noqa: E402, F401  (its operators)
 
 
 @pytest.fixture
@@ -165,7 +163,7 @@ def test_a_module_checks_dropout_p_in_training_and_evaluation(make, dropout_p):
             module(torch.ones(4, 40), dropout_p=dropout_p)
 
 
-# Autograd, operators, the compiler.
+# Autograd, transforms, the compiler.
 
 
 @pytest.mark.parametrize("norm_name", NORMS)
@@ -203,37 +201,52 @@ def test_gradients_are_numerical_ones(norm_name):
     )
 
 
-def test_second_derivatives_are_refused():
+@pytest.mark.parametrize("norm_name", NORMS)
+def test_second_derivatives_are_numerical_ones(norm_name):
+    x, residual, weight = (random(3, 5, seed=0), random(3, 5, seed=1), random(5, seed=2))
+    given = [each.requires_grad_() for each in (x, residual, weight)]
+    row_scale = random(3, seed=9)
+
+    def call(x, residual, weight):
+        return getattr(cupynorm, norm_name)(
+            x,
+            5,
+            weight,
+            residual=residual,
+            eps=0.1,
+            row_scale=row_scale,
+            dropout_p=0.4,
+            dropout_seed=2,
+            weight1=weight,
+        )
+
+    assert torch.autograd.gradgradcheck(call, given)
+
+
+def test_no_second_derivative_of_a_norm_that_kept_y():
     x = random(3, 5).requires_grad_()
-    y = cupynorm.layer_norm(x, 5, dropout_p=0.5)
-    (dx,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
-    (plain,) = torch.autograd.grad(
-        (cupynorm.layer_norm(x, 5, row_scale=torch.ones(3, dtype=torch.float64)) ** 2).sum(), x
-    )
-    assert dx.shape == plain.shape
-    with pytest.raises(
-        NotImplementedError,
-        match="the second derivative of a norm with residual_dtype, row_scale, dropout_p, "
-        "weight1, bias1, round_x_hat, memory_efficient, load or store",
-    ):
-        torch.autograd.grad(dx.sum(), x)
+    y = cupynorm.layer_norm(x, 5, memory_efficient=True)
+    with pytest.raises(NotImplementedError, match="memory_efficient was asked for with create_gr"):
+        torch.autograd.grad((y**2).sum(), x, create_graph=True)
 
 
-def test_transforms_are_refused():
-    x = random(2, 3, 5)
-    with pytest.raises(
-        NotImplementedError,
-        match="residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat, "
-        "memory_efficient, load or store was given to a call that torch.func",
-    ):
-        vmap(lambda x: cupynorm.layer_norm(x, 5, dropout_p=0.5))(x)
+def test_transforms_take_options():
+    x, row_scale = random(2, 3, 5), random(2, 3, seed=1)
+    call = functools.partial(cupynorm.layer_norm, normalized_shape=5)
+    mapped = vmap(lambda x, row_scale: call(x, row_scale=row_scale))(x, row_scale)
+    torch.testing.assert_close(mapped, call(x, row_scale=row_scale))
+    dropped = vmap(lambda x: call(x, dropout_p=0.5), randomness="different")(x)
+    assert dropped.shape == x.shape and not torch.equal(dropped, call(x))
     x.requires_grad_()
-    y = cupynorm.layer_norm(x, 5, row_scale=torch.ones(2, 3))
-    with pytest.raises(NotImplementedError, match="asked for in a batch or in forward mode"):
-        torch.autograd.grad(y, x, torch.ones(4, *y.shape, dtype=y.dtype), is_grads_batched=True)
+    y, dy = call(x, row_scale=row_scale), random(4, *x.shape, seed=2)
+    (batch,) = torch.autograd.grad(y, x, dy, is_grads_batched=True, retain_graph=True)
+    for at in range(4):
+        torch.testing.assert_close(
+            batch[at], torch.autograd.grad(y, x, dy[at], retain_graph=True)[0]
+        )
 
 
-def compiled_call(x, residual, weight, row_scale, seed, memory_efficient):
+def compiled_call(x, residual, weight, row_scale, seed):
     y, y1, added = cupynorm.rms_norm(
         2 * x,
         40,
@@ -247,15 +260,14 @@ def compiled_call(x, residual, weight, row_scale, seed, memory_efficient):
         weight1=2 * weight,
         bias1=weight,
         round_x_hat=True,
-        memory_efficient=memory_efficient,
     )
     return y + 1, y1, added
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("seed", [7, torch.tensor([7])], ids=["int", "tensor"])
-def test_compiled_results_are_the_eager_ones(compile_anew, seed, memory_efficient, device):
+def test_compiled_results_are_near_the_eager_ones(compile_anew, seed, device):
+    """Both round once: to bfloat16, where they may differ by an ulp of the largest value."""
     seed = seed if isinstance(seed, int) else seed.to(device)
     compiled = compile_anew(compiled_call, dynamic=True)
     for num_rows in (4, 9):
@@ -270,28 +282,13 @@ def test_compiled_results_are_the_eager_ones(compile_anew, seed, memory_efficien
         leaves = [each.requires_grad_() for each in (x, residual, weight)]
         made = []
         for call in (compiled_call, compiled):
-            outputs = call(x, residual, weight, row_scale, seed, memory_efficient)
+            outputs = call(x, residual, weight, row_scale, seed)
             gradients = [torch.ones_like(each) for each in outputs]
             made.append([*outputs, *torch.autograd.grad(outputs, leaves, gradients)])
-        assert all(map(torch.equal, *made))
-
-
-def test_a_compiled_call_without_fused_options_is_the_plain_operator():
-    """The plain operator can be differentiated any number of times."""
-    seen = []
-
-    def backend(graph, _):
-        seen.extend(node.target for node in graph.graph.nodes)
-        return graph
-
-    torch.compiler.reset()
-    for make in (cupynorm.LayerNorm, cupynorm.RMSNorm):
-        for module in (make(40), make(40).eval()):
-            torch.compile(module, fullgraph=True, backend=backend)(torch.ones(4, 40))
-    torch.compile(cupynorm.layer_norm, fullgraph=True, backend=backend)(torch.ones(4, 40), 40)
-    torch.compiler.reset()
-    assert seen.count(torch.ops.cupynorm.norm_forward.default) == 5
-    assert torch.ops.cupynorm.fused_norm_forward.default not in seen
+        for got, expected in zip(*made):
+            atol = 2.0**-7 * expected.abs().max().item()
+            torch.testing.assert_close(got, expected, rtol=2.0**-7, atol=atol)
+            assert torch.equal(got == 0, expected == 0) or got.ndim == 1
 
 
 def test_a_compiled_call_draws_its_seed(compile_anew):
@@ -309,7 +306,8 @@ def test_a_compiled_call_draws_its_seed(compile_anew):
     same = compile_anew(
         lambda x: cupynorm.layer_norm(x, 40, residual_dtype=torch.float32, return_residual=True)
     )(x)
-    assert torch.equal(same[1], x) and torch.equal(same[0], cupynorm.layer_norm(x, 40))
+    assert torch.equal(same[1], x)
+    torch.testing.assert_close(same[0], cupynorm.layer_norm(x, 40))
 
 
 def test_saved_tensors_may_be_packed():
