@@ -7,7 +7,6 @@ text depends only on the user's lines. cuda_src/operands/functor.cuh says how ke
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -58,11 +57,6 @@ class Functor:
     backward: str | None = None
     origin: str = ""  # what the compiler's messages call the lines
     reference: Callable | None = field(default=None, compare=False)
-    text: str = field(init=False, repr=False, compare=False)  # all but reference; see from_text
-
-    def __post_init__(self) -> None:
-        parts = [self.name, self.lines, self.arrays, self.numbers, self.backward, self.origin]
-        object.__setattr__(self, "text", json.dumps(parts))
 
     def __call__(self, **values: Any) -> BoundFunctor:
         """The functor with an array or a number for each of its names.
@@ -115,15 +109,13 @@ class Functors(NamedTuple):
             for name in bound.functor.arrays
         )
 
-    def numbers(self) -> tuple[float, ...]:
-        """All numbers, in the same order."""
-        load = () if self.load is None else self.load.numbers
-        return load if self.store is None else (*load, *self.store.numbers)
-
     def with_arrays(self, arrays: Sequence[Any]) -> Functors:
         """The same with other arrays, in the order of arrays()."""
-        functors = (self.load and self.load.functor, self.store and self.store.functor)
-        return bind_all(functors, arrays, self.numbers())
+        load, store, count = self.load, self.store, len(self.load.arrays) if self.load else 0
+        return Functors(
+            load and load._replace(arrays=tuple(arrays[:count])),
+            store and store._replace(arrays=tuple(arrays[count:])),
+        )
 
 
 def functor(
@@ -212,39 +204,6 @@ def _text_of(lines: str | Path | None, name: str) -> str | None:
     raise TypeError(
         f"functor {name} has lines of type {type(lines).__name__}; expected a str or a pathlib.Path"
     )
-
-
-# As text, for compiled code, which outlives the process.
-
-
-@cache
-def from_text(load: str | None, store: str | None) -> tuple[Functor | None, Functor | None]:
-    """The functors whose text these are, without a reference."""
-    functors = []
-    for text in (load, store):
-        if text is None:
-            functors.append(None)
-        else:
-            name, lines, arrays, numbers, backward, origin = json.loads(text)
-            functors.append(Functor(name, lines, tuple(arrays), tuple(numbers), backward, origin))
-    return functors[0], functors[1]
-
-
-def bind_all(
-    functors: tuple[Functor | None, Functor | None],
-    arrays: Sequence[Any],
-    numbers: Sequence[float],
-) -> Functors:
-    """Arrays and numbers: the load's, then the store's."""
-    bound, at, at_number = [], 0, 0
-    for each in functors:
-        if each is None:
-            bound.append(None)
-            continue
-        end, last = at + len(each.arrays), at_number + len(each.numbers)
-        bound.append(BoundFunctor(each, tuple(arrays[at:end]), tuple(numbers[at_number:last])))
-        at, at_number = end, last
-    return Functors(*bound)
 
 
 # As C++.

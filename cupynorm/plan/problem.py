@@ -4,7 +4,7 @@ Pure Python, no GPU needed. cuda_src/tile/tile.cuh has the same Tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -113,17 +113,6 @@ class Tile:
         else:
             path = "registers" if self.packs_per_thread > 0 else "smem"
         return replace(self, path=path)
-
-    def as_ints(self) -> list[int]:
-        """The counts in field order, then the index of the path in PATHS unless it is None."""
-        *counts, path = (getattr(self, each.name) for each in fields(self))
-        return [*counts, *([] if path is None else [PATHS.index(path)])]
-
-    @classmethod
-    def from_ints(cls, ints: Sequence[int]) -> Tile:
-        """The tile whose as_ints() these are; trailing counts may be omitted."""
-        num_counts = len(fields(cls)) - 1
-        return cls(*ints[:num_counts], *(PATHS[at] for at in ints[num_counts:]))
 
     def __str__(self) -> str:
         shown = {each.name: getattr(self, each.name) for each in fields(self)}

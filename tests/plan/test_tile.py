@@ -81,7 +81,6 @@ def test_text_of_a_tile_names_its_path():
             assert str(Tile.of(str(made.tile))) == str(
                 made.tile
             ) and f"path {made.tile.path}" in str(made.tile)
-            assert Tile.from_ints(made.tile.as_ints()).path == made.tile.path
             assert made.tile.path in PATHS_OF_STRATEGY[made.strategy]
     with pytest.raises(
         ValueError,
