@@ -73,7 +73,7 @@ def test_ranks_that_do_not_come(store):
             names = ", ".join(map(str, absent))
             with pytest.raises(RuntimeError, match=f"and rank {names} has none; expected the same"):
                 raise error
-        assert time.monotonic() - started < 3 * SECONDS
+        assert time.monotonic() - started < 10 * SECONDS
     assert compare_all(store, calls) == [(0, [f"at {rank}" for rank in range(SIZE)])] * SIZE
 
 
