@@ -6,6 +6,7 @@ products.py         their products, in the dtype of the call or in 8-bit floats
 overlap.py          products that overlap with collectives
 sharding.py         how the ranks share the layer
 ranks.py            the group and its collectives
+agreement.py        what ranks must agree on, and how they compare it
 checkpoints.py      state dicts that load on another number of ranks
 gathered_weights.py weights that fully_shard gathers in 8-bit floats
 """
@@ -28,6 +29,7 @@ from ..nn import autocast, modes
 from ..nn.dtypes import product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
+from . import agreement
 from .function import check_plain, project, project_by_torch
 from .overlap import Overlaps, SymmetricSum, overlaps
 from .products import FloatProducts, QuantizedProducts
@@ -35,6 +37,18 @@ from .ranks import Ranks, group_size
 from .sharding import Sharding
 
 MODES = (None, "column", "row")
+# Attributes that are the same on all ranks of a layer.
+COMPARED = (
+    "parallel_mode",
+    "sequence_parallel",
+    "normalization",
+    "eps",
+    "zero_centered_gamma",
+    "fused",
+    "return_bias",
+    "return_layernorm_output_gathered",
+    "reduce_norm_gradients",
+)
 
 
 class LayerNormLinear(OneRankLayerNormLinear):
@@ -124,14 +138,9 @@ class LayerNormLinear(OneRankLayerNormLinear):
     ) -> Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]:
         if self._is_shared and (modes.is_compiling() or modes.present_tracer()):
             if self._is_traced(inp):
-                self._check_shared_input(inp)
                 return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
             call = modes.run_untraced(self.forward)
             return call(inp, is_first_microbatch, fp8_output, fp8_grad)
-        if self._is_shared and isinstance(inp, QuantizedTensor):
-            inp = inp.dequantize()
-        if self._is_shared and isinstance(inp, Tensor):
-            self._begin_call(inp)
         return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
 
     forward.__doc__ = OneRankLayerNormLinear.forward.__doc__
@@ -152,25 +161,42 @@ class LayerNormLinear(OneRankLayerNormLinear):
             and not self._has_8_bit_weights()
         )
 
-    def _begin_call(self, inp: Tensor) -> None:
-        """Raises before any collective for what one rank can tell, and compares new shapes."""
-        if (inp.shape, inp.dtype) in self._ranks.known:
-            return
-        self._ranks.check_group()
-        self._check_shared_input(inp)
-        self._ranks.agree(
-            {
-                "parallel_mode": self.parallel_mode,
-                "sequence_parallel": self.sequence_parallel,
-                "the shape of the input": tuple(inp.shape),
-                "the dtype of the input": str(inp.dtype),
-                "out_features of a rank": self.out_features,
-                "normalization": self.normalization,
-            },
-            inp,
-        )
+    def _call(
+        self,
+        operands: Operands,
+        region: autocast.Region | None,
+        is_first_microbatch: bool | None,
+        **options: Any,
+    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+        if self._is_shared and not modes.is_compiling():
+            kind = agreement.kind_of(operands, region, self.training, options["fp8_grad"])
+            if kind not in self._ranks.known:
+                self._agree(kind, region, operands)
+        return super()._call(operands, region, is_first_microbatch, **options)
 
-    def _check_shared_input(self, inp: Tensor) -> None:
+    def _agree(self, kind: tuple, region: autocast.Region | None, operands: Operands) -> None:
+        """Raises before any collective unless all ranks make this kind of call."""
+        self._ranks.check_group()
+        check_plain(operands)
+        call = agreement.describe(kind, region, shares_scales=self._shares_scales)
+        call |= {name: getattr(self, name) for name in COMPARED}
+        call |= {
+            "out_features of a rank": self.out_features,
+            "bias": self.use_bias,
+            "the device": operands.input.device.type,
+            "the dtype of the weight": operands.weights[0].dtype,
+            "the dtype of layer_norm_weight": operands.norm_weight.dtype,
+            "what overlaps (ub_overlap_*, symmetric_ar_type)": tuple(self._overlaps),
+        }
+        self._ranks.agree(call, operands.input.device)
+        if region is not None:
+            self._check_amaxes(region)
+        self._ranks.known.add(kind)
+
+    def _check_input(self, inp: object) -> None:
+        if not self._is_shared or not isinstance(inp, Tensor):
+            super()._check_input(inp)
+            return
         size, mode = self.tp_size, self.parallel_mode
         if inp.shape[-1:] != (self.in_features,):
             whole = f", of {self.in_features * size} on all ranks" if mode == "row" else ""
@@ -224,7 +250,6 @@ class LayerNormLinear(OneRankLayerNormLinear):
             return super()._project_in_fp8(call, operands, fp8_output)
         call = self._checked(call, operands, fp8_output)
         check_plain(operands)
-        self._check_amaxes(call)
         has_sink = call.recorded and self._has_sink()
         sink = self._make_sink(call.is_first_microbatch) if has_sink else None
         quantized, weight = self.begin_in_fp8(call, operands)
@@ -243,9 +268,12 @@ class LayerNormLinear(OneRankLayerNormLinear):
             )
         super()._record_amaxes(operands, region)
 
-    def _check_amaxes(self, call: RegionCall) -> None:
-        """Raises where ranks that share an 8-bit tensor would have scales of their own."""
-        recipe, group = call.region.recipe, call.region.group
+    def _check_amaxes(self, region: autocast.Region) -> None:
+        """Raises where ranks that share an 8-bit tensor would have scales of their own.
+
+        The ranks have agreed on the group, so that it has all of them or none.
+        """
+        recipe = region.recipe
         if not isinstance(recipe, DelayedScaling) or not self._shares_scales:
             return
         if not recipe.reduce_amax:
@@ -253,12 +281,10 @@ class LayerNormLinear(OneRankLayerNormLinear):
                 "reduce_amax is False and ranks share a tensor (sequence_parallel or "
                 "parallel_mode='row'); expected reduce_amax=True"
             )
-        reducing = set(distributed.get_process_group_ranks(group or distributed.group.WORLD))
-        sharing = distributed.get_process_group_ranks(self._ranks.group)
-        if not reducing.issuperset(sharing):
+        if distributed.get_rank(region.group) < 0:
             raise ValueError(
-                f"fp8_autocast reduces amaxes over the ranks {sorted(reducing)}, and the ranks "
-                f"{sharing} share this layer; expected a group that has all of them"
+                "the group of fp8_autocast is without this rank; expected a group that has all "
+                "ranks of tp_group"
             )
 
     @property

@@ -7,7 +7,6 @@ after it; gloo communicates in a thread, and wait() blocks.
 
 from __future__ import annotations
 
-import pickle
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..gpu.arrays import type_in_words
+from . import agreement
 
 
 def _function(*names: str) -> Any:
@@ -49,14 +49,16 @@ class Ranks:
     """The group of tensor parallelism of one layer.
 
     size: of the group. group: of torch.distributed; None until it is set.
-    known: shapes and dtypes of inputs that the layer has compared.
+    known: the kinds of calls that the layer has compared: agreement.py.
+    number: of the layer in the group, the same on all ranks; None before its first call.
     shares_memory: whether each rank's GPU reaches the memory of the others. has_multicast: whether
     torch reduces over NVLink multicast. Both are known after `agree`.
     """
 
     def __init__(self, size: int, group: Any = None) -> None:
         self.size, self.group = size, None
-        self.known: set[tuple[torch.Size, torch.dtype]] = set()
+        self.known: set[tuple] = set()
+        self.number: int | None = None
         self.shares_memory = self.has_multicast = False
         if group is not None:
             self.set_group(group)
@@ -69,7 +71,7 @@ class Ranks:
                 f"tp_group has {size} rank{'s' * (size > 1)} and tp_size is {self.size}; "
                 "expected the same number"
             )
-        self.group, self.known = group, set()
+        self.group, self.known, self.number = group, set(), None
 
     @property
     def rank(self) -> int:
@@ -83,53 +85,25 @@ class Ranks:
                 "expected set_tensor_parallel_group(group) before its first call"
             )
 
-    def agree(self, call: dict[str, Any], input: Tensor) -> None:
-        """Compares a call on all ranks where its input has another shape or dtype than all before.
+    def agree(self, call: dict[str, Any], device: torch.device) -> None:
+        """Compares a call of a new kind on all ranks.
 
-        The layer's first call is compared by the group. Later ones are compared by the group's
-        store, because other ranks may be in a collective. Calls like a former one are not compared.
+        By the group's store, because other ranks may be in a collective.
 
-        call: what must be the same, by name.
-        Raises ValueError if it is not the same; RuntimeError if the store waits for another rank
-        until its timeout.
+        call: what must be the same, by name. device: of the input.
+        Raises ValueError if it is not the same; RuntimeError if another rank does not come until
+        the timeout of the store.
         """
-        if self.size == 1:
-            return
-        if not self.known:
-            _check_same(self._gather_objects(call))
-            device = input.device
-            if device.type == "cuda" and distributed.get_backend(self.group) == "nccl":
-                places = self._gather_objects((socket.gethostname(), device.index))
-                found = self._gather_objects((_reaches(places, self.rank), _has_multicast(device)))
-                self.shares_memory, self.has_multicast = map(all, zip(*found))
-        else:
-            _check_same(self._gather_by_store(call))
-        self.known.add((input.shape, input.dtype))
-
-    def _gather_objects(self, own: Any) -> list[Any]:
-        """An object of each rank."""
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, own, self.group)
-        return found
-
-    def _gather_by_store(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """The calls of all ranks by the store of the group, without a collective."""
+        is_first = self.number is None
+        uses_nccl = device.type == "cuda" and distributed.get_backend(self.group) == "nccl"
+        place = _place(device) if uses_nccl and is_first else None
+        call = {"the layer's number in the order of first calls": self.number} | call
         store = distributed.distributed_c10d._get_process_group_store(self.group)
-        name, own = self.group.group_name, self.rank
-        number = _numbers[name] = _numbers.get(name, 0) + 1
-        store.set(f"cupynorm/{number}/{own}", pickle.dumps(call))
-        calls = []
-        for rank in range(self.size):
-            try:
-                calls.append(pickle.loads(store.get(f"cupynorm/{number}/{rank}")))
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"rank {own} of tp_group has a call unlike all before, "
-                    + ", ".join(f"{name} {value}" for name, value in call.items())
-                    + f", and rank {rank} has none; expected the same on all ranks"
-                ) from error
-        store.delete_key(f"cupynorm/{number - 1}/{own}")  # all ranks have read it
-        return calls
+        number, places = agreement.compare(store, self.rank, self.size, call, place)
+        if is_first:
+            self.number = number
+            self.shares_memory = place is not None and _share_memory(places)
+            self.has_multicast = place is not None and all(each[-1] for each in places)
 
     # Collectives.
 
@@ -169,29 +143,26 @@ class Ranks:
         return Ranks(self.size).__dict__
 
 
-_numbers: dict[str, int] = {}  # of calls compared by a group's store, by the group's name
-
-
-def _check_same(calls: list[dict[str, Any]]) -> None:
-    for rank, other in enumerate(calls):
-        for name, value in calls[0].items():
-            if other.get(name) != value:
-                raise ValueError(
-                    f"{name} is {other.get(name)} on rank {rank} of tp_group and {value} on "
-                    "rank 0; expected the same on all ranks"
-                )
-
-
-def _reaches(places: list[tuple[str, int]], rank: int) -> bool:
-    """Whether a rank's GPU reaches the memory of the others. places: of all ranks."""
-    host, own = places[rank]
-    others = [index for at, (_, index) in enumerate(places) if at != rank]
+def _place(device: torch.device) -> list[Any]:
+    """Of this rank: host, number of its GPU, those whose memory it reaches, and has_multicast."""
+    own, reached = device.index, []
     try:
         import torch.distributed._symmetric_memory  # noqa: F401  (defines the operators)
     except ImportError:
-        return False
-    return all(each[0] == host for each in places) and all(
-        index != own and torch.cuda.can_device_access_peer(own, index) for index in others
+        return [socket.gethostname(), own, [], False]
+    for other in range(torch.cuda.device_count()):
+        if other != own and torch.cuda.can_device_access_peer(own, other):
+            reached.append(other)
+    return [socket.gethostname(), own, reached, _has_multicast(device)]
+
+
+def _share_memory(places: list[list[Any]]) -> bool:
+    """Whether each rank's GPU reaches the memory of the others. places: of all ranks."""
+    return all(
+        host == other_host and index in reached
+        for at, (host, _, reached, _) in enumerate(places)
+        for other_at, (other_host, index, _, _) in enumerate(places)
+        if at != other_at
     )
 
 

@@ -310,9 +310,7 @@ for _case in [each for each in CASES if each.sequence_parallel and each.norm == 
 
 def agreed_ranks(rank: int) -> Ranks:
     ranks = Ranks(distributed.get_world_size(), distributed.group.WORLD)
-    ranks.agree(
-        {}, torch.empty(0, device=torch.device(DEVICE, rank) if DEVICE == "cuda" else "cpu")
-    )
+    ranks.agree({}, torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
     return ranks
 
 

@@ -49,14 +49,20 @@ def scales_that_would_differ_over_ranks(rank):
     layer = make_layer(case, problem, own)
     x, _ = inputs(problem, own)
     alone = [distributed.new_group([each]) for each in range(distributed.get_world_size())][rank]
+    outside = distributed.GroupMember.NON_GROUP_MEMBER
 
     def call(group=None, **options):
         with fp8_autocast(recipe=DelayedScaling(**options), group=group):
             layer(x)
 
-    refused(ValueError, "reduce_amax is False and ranks share a", lambda: call(reduce_amax=False))
-    sentence = r"reduces amaxes over the ranks \[\d\], and the ranks \[0, 1\] share this layer"
-    refused(ValueError, sentence, lambda: call(alone))
+    for _ in range(2):
+        refused(
+            ValueError, "reduce_amax is False and ranks share a", lambda: call(reduce_amax=False)
+        )
+        sentence = r"the group of fp8_autocast is .* of ranks \[1\] on rank 1 of tp_group and"
+        refused(ValueError, sentence, lambda: call(alone))
+        sentence = "the group of fp8_autocast is without this rank; expected a group that has all"
+        refused(ValueError, sentence, lambda: call(outside))
 
 
 @for_main
