@@ -61,9 +61,13 @@ def kind_of(
 def _kind_of_region(region: autocast.Region | None, fp8_grad: bool) -> tuple | None:
     if region is None:
         return None
-    # A recipe without a text has callables, or calibrates.
-    text = region.text or str(_in_words(region.recipe or region.calibration))
-    return text, region.recipe is None, region.group, fp8_grad
+    recipe = region.recipe or region.calibration
+    # Callables, which a program may make anew in each step, count by their names.
+    if callable(getattr(recipe, "amax_compute_algo", None)) or getattr(
+        recipe, "scaling_factor_compute_algo", None
+    ):
+        recipe = str(_in_words(recipe))
+    return recipe, region.recipe is None, region.group, fp8_grad
 
 
 def describe(kind: tuple, region: autocast.Region | None, *, shares_scales: bool) -> dict[str, Any]:
