@@ -33,9 +33,7 @@ from .quantizers import Quantizers
 
 _library = torch.library.Library("cupynorm", "FRAGMENT")
 # The operators change what their layer keeps, so a CUDA graph must not replay their kernels alone.
-_TAGS = [torch.Tag.pt2_compliant_tag]
-if hasattr(torch.Tag, "cudagraph_unsafe"):
-    _TAGS.append(torch.Tag.cudagraph_unsafe)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define(
     "norm_linear_in_fp8(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor[] weights, "
     "Tensor[] biases, Tensor layer, str recipe, ScalarType dtype, bool centered, "
@@ -43,14 +41,14 @@ _library.define(
     "bool quantize_gradient, bool keeps_amaxes, bool recorded) "
     "-> (Tensor y, Tensor normalized, Tensor mean, Tensor rstd, Tensor scale, Tensor kept, "
     "Tensor kept_scale_inv, Tensor weight, Tensor weight_scale_inv)",
-    tags=tuple(_TAGS),
+    tags=_TAGS,
 )
 _library.define(
     "norm_linear_in_fp8_backward(Tensor? dy, Tensor? dnormalized, Tensor input, "
     "Tensor? norm_weight, Tensor? norm_bias, Tensor[] saved, Tensor[] weights, Tensor[] biases, "
     "Tensor layer, str recipe, ScalarType dtype, bool quantize_gradient, bool[] wanted) "
     "-> Tensor[]",
-    tags=tuple(_TAGS),
+    tags=_TAGS,
 )
 
 

@@ -117,15 +117,9 @@ def _register_once() -> None:
 
     Called for the first DTensor, because the imports take seconds.
     """
-    try:
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor.experimental import register_sharding
-    except ImportError as error:
-        raise NotImplementedError(
-            f"input is a DTensor and torch {torch.__version__} has no "
-            "torch.distributed.tensor.experimental.register_sharding; expected a later torch, or "
-            "input.to_local()"
-        ) from error
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import register_sharding
+
     operators = torch.ops.cupynorm.norm_forward.default, torch.ops.cupynorm.norm_backward.default
     known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for operator in operators:
