@@ -86,11 +86,15 @@ def by_operator(call: LinearCall) -> tuple[Tensor, ...]:
     call: with a norm.
     """
     operands, options = call
+    input, residual, norm_weight, norm_bias, weights, biases = operands
     kind = "forward" if torch.is_grad_enabled() else "inference"
     return _operator(
-        *operands[:4],
-        list(operands.weights),
-        list(operands.biases),
+        input,
+        residual,
+        norm_weight,
+        norm_bias,
+        list(weights),
+        list(biases),
         options.eps,
         options.centered,
         options.zero_centered_weight,

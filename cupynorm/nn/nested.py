@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..norm.request import ForwardRequest
+from ..norm.request import ForwardOperands, ForwardRequest
 
 
 def is_any(*tensors: object) -> bool:
@@ -75,7 +75,9 @@ def normalize(
     packed = {
         name: packing.values(tensor, name) for name, tensor in by_row.items() if tensor is not None
     }
-    results = of_dense(request._replace(operands=operands._replace(**packed)))
+    named = zip(ForwardOperands._fields, operands)  # torch.compile does not trace _replace
+    dense = ForwardOperands(*[packed.get(name, each) for name, each in named])
+    results = of_dense(ForwardRequest(dense, options))
     return packing.nested(results)
 
 
