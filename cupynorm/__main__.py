@@ -21,6 +21,7 @@ from .gpu.environment import has_gpu
 from .gpu.nvrtc import MissingLibraryError
 from .norm import plan_command
 from .plan.devices import Device
+from .table import printable
 
 COMMANDS = ("check", "fuzz", "plan", "bench", "tune")
 
@@ -52,10 +53,14 @@ def kernel_errors() -> tuple[type[Exception], ...]:
 
 
 def sentence_of(error: Exception) -> str:
-    """The message of an error, without the number that the operating system gives it."""
+    """The message of an error, without the number that the operating system gives it.
+
+    Names of files and modules may be in it: what cannot be printed is escaped.
+    """
+    text = str(error) or f"{type(error).__name__} was raised"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+        text = f"{error.filename}: {error.strerror}"
+    return "\n".join(printable(line, 2000) for line in text.split("\n"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,12 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed stdout; nothing can be written, even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (MissingLibraryError, on_cpu.NoCompilerError, ValueError, OSError) as error:
+    except (MissingLibraryError, on_cpu.NoCompilerError, ValueError, OSError, MemoryError) as error:
         print(f"cupynorm: {sentence_of(error)}", file=sys.stderr)
         return 2
     except kernel_errors() as error:
-        print(f"cupynorm: a kernel failed: {error}", file=sys.stderr)
+        print(f"cupynorm: a kernel failed: {sentence_of(error)}", file=sys.stderr)
         return 1
+    except SystemExit:  # of code that a command imports or calls
+        print("cupynorm: sys.exit was called before the end of the command", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

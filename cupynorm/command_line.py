@@ -9,6 +9,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 
+class Appended(argparse.Action):
+    """An option of a list: given again it adds to the list. The default counts if it is not given.
+
+    Repeated values count once.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        given = [] if before is self.default else before
+        setattr(namespace, self.dest, list(dict.fromkeys([*given, *values])))
+
+
 class Commands(Protocol):
     """What argparse's add_subparsers returns."""
 

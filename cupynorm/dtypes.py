@@ -99,6 +99,6 @@ def encode(values: np.ndarray, name: str) -> np.ndarray:
 def decode(raw: np.ndarray, name: str) -> np.ndarray:
     """The float64 values of an array in the storage dtype of `name`."""
     if name == "bfloat16":
-        with np.errstate(invalid="ignore"):  # signalling NaNs
-            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return raw.astype(np.float64)
+        raw = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return raw.astype(np.float64)

@@ -12,6 +12,16 @@ _STYLE = "border-collapse: collapse; font-variant-numeric: tabular-nums; margin:
 _CELL = "padding: 1px 10px 1px 0; text-align"
 
 
+def printable(text: object, longest: int = 120) -> str:
+    """A stranger's text in one line: escapes for what is not printable, and the middle cut out of
+    what is longer."""
+    line = str(text)
+    if len(line) > 2 * longest:  # before each character is looked at
+        line = line[:longest] + line[-longest:]
+    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
+    return line if len(line) <= longest else f"{line[: longest // 2]}...{line[-longest // 2 :]}"
+
+
 def as_text(rows: Rows) -> str:
     """Columns as wide as their widest cell, two spaces apart. The first row has the headings."""
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import cupynorm
 from cupynorm.bench.documents import DOCUMENT, rewrite_table
-from cupynorm.command_line import positive, several
+from cupynorm.command_line import Appended, positive, several
 from cupynorm.gpu.environment import environment
 
 BLOCKS = {False: "steps", True: "whole"}  # the markers in the document, without and with --whole
@@ -135,12 +135,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about)
     add = parser.add_argument
     everything = ",".join(MODELS)
-    add("--models", type=several(tuple(MODELS)), default=(*MODELS,), help=f"default: {everything}")
+    listed, names = {"action": Appended}, several(tuple(MODELS))
+    add("--models", type=names, default=(*MODELS,), help=f"default: {everything}", **listed)
     shown = f"some of {','.join(RUNS)}; always torch (default: all; on a CPU those not compiled)"
-    add("--runs", type=several(RUNS), help=shown)
+    add("--runs", type=several(RUNS), help=shown, **listed)
     add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
     shown = f"some of {','.join(PHASES)} (default: all)"
-    add("--phases", type=several(PHASES), default=PHASES, help=shown)
+    add("--phases", type=several(PHASES), default=PHASES, help=shown, **listed)
     add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
     shown = "compiles models of at most N layers as one graph, not each block"
     add("--whole", type=positive, metavar="N", default=0, help=shown)

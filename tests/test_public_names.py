@@ -65,6 +65,20 @@ def test_modules_load_on_first_use():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
 
 
+def test_an_older_torch_is_one_sentence():
+    pytest.importorskip("torch")
+    for call in ("layer_norm(torch.ones(2, 8), 8)", "LayerNorm", "LayerNormLinear", "swap_norms"):
+        code = f"import torch; torch.__version__ = '2.7.1+cpu'; import cupynorm; cupynorm.{call}"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+        )
+        last = done.stderr.splitlines()[-1]
+        assert last == (
+            "cupynorm.gpu.nvrtc.MissingLibraryError: torch 2.7.1+cpu is installed; expected 2.8 or "
+            "later: pip install -U torch"
+        )
+
+
 def test_names_that_need_torch_say_what_to_install():
     for name in ("LayerNorm", "LayerNormLinear", "swap_norms", "fp8_autocast"):
         code = f"import sys; sys.modules['torch'] = None; import cupynorm; cupynorm.{name}"

@@ -463,15 +463,14 @@ def test_code_for_several_ranks_in_the_documents():
     """Names of DistributedDataParallel, fully_shard and DTensors occur in two_ranks.py."""
     pytest.importorskip("torch")
     two_ranks = pytest.importorskip("two_ranks")
-    claimed = {"distributed_data_parallel"}
-    if two_ranks.HAS_SHARDING:
-        claimed |= {
-            "fully_sharded",
-            "fully_sharded_and_compiled",
-            "dtensors_of_any_placement",
-            "they_lie_where_torch_puts_its_own",
-            "plain_parameters_count_as_the_same_on_every_rank",
-        }
+    claimed = {
+        "distributed_data_parallel",
+        "fully_sharded",
+        "fully_sharded_and_compiled",
+        "dtensors_of_any_placement",
+        "they_lie_where_torch_puts_its_own",
+        "plain_parameters_count_as_the_same_on_every_rank",
+    }
     if two_ranks.model_ranks.HAS_PASSES:
         claimed |= {
             "distributed_data_parallel_with_graph_passes",

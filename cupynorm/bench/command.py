@@ -12,7 +12,15 @@ from typing import Protocol
 from tqdm import tqdm
 
 from ..check.cases import NORMS
-from ..command_line import Commands, check_folders, number, positive, positives, several
+from ..command_line import (
+    Appended,
+    Commands,
+    check_folders,
+    number,
+    positive,
+    positives,
+    several,
+)
 from ..dtypes import DTYPES, FLOAT8S
 from ..norm.plan_command import add_results
 from ..plan.problem import SCALINGS
@@ -68,17 +76,18 @@ def add_to(commands: Commands) -> None:
 def add_cells(add: Callable) -> None:
     """Adds the options that name cells, peers and tiles."""
     direction = "some of forward,backward,both (forward,backward; for a y of 8 bits, forward)"
-    add("--direction", type=several(DIRECTIONS), help=direction)
+    add("--direction", action=Appended, type=several(DIRECTIONS), help=direction)
     add_tensors(add)
-    add("--rows", type=positives, default=(), help="num_rows, with commas, instead of --elements")
+    rows = "num_rows, with commas, instead of --elements"
+    add("--rows", action=Appended, type=positives, default=(), help=rows)
     models = f"their norms and shapes instead: all, or some of {','.join(MODELS)}"
-    add("--models", type=several(tuple(MODELS)), default=(), help=models)
+    add("--models", action=Appended, type=several(tuple(MODELS)), default=(), help=models)
     scale = f"of a y of 8 bits: all, or some of {','.join(SCALINGS)} (given)"
-    add("--scale", type=several(SCALINGS), default=(), help=scale)
+    add("--scale", action=Appended, type=several(SCALINGS), default=(), help=scale)
     add_results(add)
     add("--zero-centered", action="store_true", help="multiply by 1 + weight")
     peers = f"some of {','.join(PEERS)} (all that can run)"
-    add("--peers", type=several(tuple(PEERS)), help=peers)
+    add("--peers", action=Appended, type=several(tuple(PEERS)), help=peers)
     tile = (
         "a tile to measure beside that of dispatch, in the words of tune and plan: "
         "'block: pack_size 8, threads_per_row 128, ...'"
@@ -89,11 +98,13 @@ def add_cells(add: Callable) -> None:
 
 def add_tensors(add: Callable) -> None:
     """Adds the options of x and the parameters that `tune` has too."""
-    dtypes = several(tuple(DTYPES))
-    add("--dtype", type=dtypes, default=("bfloat16",), help="one or more, with commas (bfloat16)")
+    listed = {"action": Appended}
+    dtypes = "one or more, with commas or given again (bfloat16)"
+    add("--dtype", type=several(tuple(DTYPES)), default=("bfloat16",), help=dtypes, **listed)
     norms = "one or more, with commas (layer_norm)"
-    add("--norm", type=several(NORMS), default=NORMS[:1], help=norms)
-    add("--cols", type=positives, default=COLS, help="widths, with commas (32,64,...,262144)")
+    add("--norm", type=several(NORMS), default=NORMS[:1], help=norms, **listed)
+    cols = "widths, with commas (32,64,...,262144)"
+    add("--cols", type=positives, default=COLS, help=cols, **listed)
     elements = "of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)"
     add("--elements", type=positive, help=elements)
     add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
@@ -108,14 +119,15 @@ def add_linear(layers: Commands) -> None:
     parser.set_defaults(run=run_linear)
     add = parser.add_argument
     shapes = "rows x in_features x out_features, with commas: 8192x4096x12288"
-    add("--shapes", type=linear_shapes, help=shapes)
-    formats = several(contestants.FORMATS)
-    add("--format", type=formats, default=contestants.FORMATS, help="some of bfloat16,fp8 (both)")
+    listed = {"action": Appended}
+    add("--shapes", type=linear_shapes, help=shapes, **listed)
+    formats, shown = several(contestants.FORMATS), "some of bfloat16,fp8 (both)"
+    add("--format", type=formats, default=contestants.FORMATS, help=shown, **listed)
     passes, shown = several(linear.PASSES), "some of forward,both (both)"
-    add("--pass", dest="passes", type=passes, default=linear.PASSES, help=shown)
+    add("--pass", dest="passes", type=passes, default=linear.PASSES, help=shown, **listed)
     names = tuple(contestants.CONTESTANTS)
     shown = f"some of {','.join(names)} (all that can run)"
-    add("--contestants", type=several(names), help=shown)
+    add("--contestants", type=several(names), help=shown, **listed)
     add("--runs", type=positive, default=30, help="of each contestant in each cell (30)")
     add("--seed", type=number, default=0, help="of the random data (0)")
     add("--json", metavar="FILE", help="write all samples and the environment")

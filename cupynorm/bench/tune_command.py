@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..check.cases import DIRECTIONS
-from ..command_line import Commands, check_folders, number, positive, several
+from ..command_line import Appended, Commands, check_folders, number, positive, several
 from ..gpu import launch
 from ..plan import measured_tiles
 from . import confirm, tune, tune_ranges
@@ -24,7 +24,8 @@ def add_to(commands: Commands) -> None:
     add = parser.add_argument
     add_tensors(add)
     directions = "some of forward,backward (both)"
-    add("--direction", type=several(DIRECTIONS), default=DIRECTIONS, help=directions)
+    names = several(DIRECTIONS)
+    add("--direction", action=Appended, type=names, default=DIRECTIONS, help=directions)
     add("--runs", type=positive, default=30, help="of the default and of each finalist (30)")
     add("--seed", type=number, help="of the random data (fresh)")
     jobs = "processes that compile all candidates before the first is timed (1: this one)"

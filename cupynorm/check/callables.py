@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ import numpy as np
 from .. import reference
 from ..dtypes import compute_dtype
 from ..gpu.arrays import type_in_words
+from ..table import printable
 from .cases import Problem
 from .libraries import Library
 
@@ -93,17 +95,38 @@ def imported(text: str, label: str) -> Callable:
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ValueError(f"{label} is {text!r}; expected MODULE:NAME, such as my_norms:layer_norm")
-    try:
-        value = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"{label} {text}: {module} could not be imported: {error}") from error
-    for part in name.split("."):
-        if not hasattr(value, part):
-            raise ValueError(f"{label} {text}: there is no {name} in {module}")
-        value = getattr(value, part)
+    named, module_named = f"{label} {printable(text)}", printable(module)
+    with without_exit(f"{named}: {module_named}"):
+        try:
+            value = importlib.import_module(module)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, ImportError) else why
+            raise ValueError(f"{named}: {module_named} could not be imported: {why}") from error
+        for part in name.split("."):
+            if not hasattr(value, part):
+                raise ValueError(f"{named}: there is no {printable(name)} in {module_named}")
+            value = getattr(value, part)
     if not callable(value):
-        raise ValueError(f"{label} {text} is of type {type(value).__name__}; expected a function")
+        raise ValueError(f"{named} is of type {type(value).__name__}; expected a function")
     return value
+
+
+@contextmanager
+def without_exit(what: str) -> Iterator[None]:
+    """Raises ValueError where a user's code ends the process, as sys.exit does.
+
+    what: the code. Errors and KeyboardInterrupt pass. BrokenPipeError does not: a command takes it
+    for the end of its own output.
+    """
+    try:
+        yield
+    except BaseException as end:
+        is_error = isinstance(end, (Exception, KeyboardInterrupt))
+        if is_error and not isinstance(end, BrokenPipeError):
+            raise
+        did = "called sys.exit" if isinstance(end, SystemExit) else f"raised {type(end).__name__}"
+        raise ValueError(f"{what} {did}, so nothing is checked; expected it to return") from end
 
 
 class Callables:
@@ -138,7 +161,8 @@ class Callables:
 
     def _bound(self, label: str, norm: str) -> tuple[list[str], dict[str, str]]:
         order = [name for name in _ORDER[label] if name != "mean" or norm == "layer_norm"]
-        return bind(self.given[label], order, label)
+        with without_exit(label):
+            return bind(self.given[label], order, label)
 
     def absent(self, norm: str) -> dict[str, None]:
         """Which of weight and bias no function takes, as fields of a case. Backward alone may
@@ -161,8 +185,14 @@ class Callables:
         layouts: of x and dy by name, from placement.LAYOUTS, or "three dimensions".
 
         Raises ValueError for a result that is None, detached, of a wrong shape or too long, and for
-        a function that changes its inputs.
+        a function that changes its inputs or calls sys.exit.
         """
+        with without_exit(" or ".join(self.given)):
+            return self._results(problem, layouts)
+
+    def _results(
+        self, problem: Problem, layouts: Mapping[str, str] | None
+    ) -> dict[str, np.ndarray]:
         library, case = Library(self.library), problem.case
         operands: dict[str, Any] = {"normalized_shape": (case.num_cols,), "eps": case.eps}
         dtypes = {"x": case.x, "dy": case.dtype("y")}
@@ -238,7 +268,8 @@ def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
     if isinstance(returned, dict):
         by_name = {name: returned[name] for name in names if returned.get(name) is not None}
         if not by_name:
-            raise ValueError(f"{label} returned fields {', '.join(returned)}; {expected}")
+            fields = printable(", ".join(map(str, returned)))
+            raise ValueError(f"{label} returned fields {fields}; {expected}")
         return by_name
     if not isinstance(returned, (tuple, list)):
         return {first: returned}
@@ -250,7 +281,10 @@ def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
         raise ValueError(f"{label} returned {len(values)} values; {expected}")
     if values[0] is None and label == "forward":
         raise ValueError(f"{label} returned None as {first}; {expected}")
-    return {name: value for name, value in zip(names, values) if value is not None}
+    by_name = {name: value for name, value in zip(names, values) if value is not None}
+    if not by_name:
+        raise ValueError(f"{label} returned nothing but None; {expected}")
+    return by_name
 
 
 def _differentiated(call: Callable[[], Any], operands: dict[str, Any]) -> dict[str, Any]:

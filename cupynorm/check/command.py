@@ -11,11 +11,11 @@ from functools import partial
 from tqdm import tqdm
 
 from .. import __version__
-from ..command_line import Commands, finite, number, positive, several
+from ..command_line import Appended, Commands, finite, number, positive, several
 from ..dtypes import DTYPES
 from ..gpu import environment, on_cpu
 from ..plan.devices import Device
-from ..table import as_text
+from ..table import as_text, printable
 from . import activations, kernels
 from .callables import Callables, imported
 from .cases import DIRECTIONS, NORMS
@@ -78,8 +78,10 @@ def add_to(commands: Commands) -> None:
         add(f"--{name}", metavar="MODULE:NAME", help=signature)
     library = "of the arrays that they get; by default torch if it is installed, else numpy"
     add("--library", choices=LIBRARIES, help=library)
-    add("--dtype", type=several(list(DTYPES)), help="of random data, separated by commas (float32)")
-    add("--shape", type=shapes, help="of random data, as 64x768, separated by commas (64x768)")
+    dtypes = "of random data, with commas or given again (float32)"
+    add("--dtype", action=Appended, type=several(list(DTYPES)), help=dtypes)
+    several_shapes = "of random data, with commas or given again (64x768,61x769,7x8195)"
+    add("--shape", action=Appended, type=shapes, help=several_shapes)
     parser.set_defaults(run=run)
 
 
@@ -148,16 +150,15 @@ def run_functions(arguments: argparse.Namespace, named: dict[str, str]) -> int:
             seed=arguments.seed,
             progress=partial(tqdm, desc="checking", unit="case", leave=False),
         )
-    return report(result.findings, f"of {', '.join(named.values())}")
+    return report(result.findings, f"of {printable(', '.join(named.values()))}")
 
 
 def _arrays_of(arguments: argparse.Namespace) -> list[activations.Activations]:
     """Those of the files, or the shipped ones, with the eps that is given."""
     recorded = [each for path in arguments.files for each in activations.read(path, print)]
     if arguments.files and not recorded:
-        raise ValueError(
-            f"{', '.join(arguments.files)} have no array of floats; expected at least one"
-        )
+        names = printable(", ".join(arguments.files))
+        raise ValueError(f"{names} have no array of floats; expected at least one")
     return [replace(each, **_eps_of(arguments)) for each in recorded or activations.shipped()]
 
 
@@ -166,7 +167,12 @@ def _eps_of(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def report(findings: Sequence[Finding], checked: str) -> int:
-    """Prints the worst of each tensor, what is off and a last line. Returns the exit code."""
+    """Prints the worst of each tensor, what is off and a last line. Returns the exit code.
+
+    Raises ValueError if nothing was checked.
+    """
+    if not findings:
+        raise ValueError(f"no tensor {checked} was checked; expected at least one result")
     print(CheckResult(findings).summary(), end="\n\n")
     off = [finding for finding in findings if not finding.ok]
     if not off:

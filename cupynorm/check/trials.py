@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import DTYPES, decode, encode
+from ..table import printable
 from .cases import Case, Problem, random_problem
 from .diagnosis import Diagnosis
 from .results import Finding, judge_all
@@ -60,7 +61,8 @@ class Trial(NamedTuple):
 
     def failed(self, error: Exception) -> Finding:
         """The finding of a call that raised an error."""
-        why = Diagnosis("the call is", float("inf"), f"it raised {type(error).__name__}: {error}")
+        raised = f"it raised {type(error).__name__}: {printable(error)}"
+        why = Diagnosis("the call is", float("inf"), raised)
         nan = float("nan")
         return Finding(f"{self.problem.case}, {self.name}", "call", nan, (), nan, nan, nan, 1, why)
 

@@ -34,8 +34,8 @@ from .matrices import as_result, as_rows, join, split_like, without_memory
 from .quantizers import Quantizers, transposed_factor
 from .weight_gradients import WeightGradientSink, WeightProduct, asked_for
 
-# Whether the backward that runs may run again. Older versions of torch do not tell.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+# Whether the backward that runs may run again.
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..nn.products import HAS_WIDE_PRODUCTS, wide_product
+from ..nn.products import wide_product
 from .data_parallel import accumulate
 from .matrices import split_like, sum_rows
 
@@ -224,7 +224,7 @@ def _placeholder(weight: Tensor | None) -> Tensor | None:
 
 def _widens(to: Tensor, a: Tensor) -> bool:
     """Whether torch adds a product of a in 16 bits to a float32 tensor."""
-    return to.is_cuda and to.dtype == torch.float32 and a.element_size() == 2 and HAS_WIDE_PRODUCTS
+    return to.is_cuda and to.dtype == torch.float32 and a.element_size() == 2
 
 
 def _add_product(to: Tensor, a: Tensor, b: Tensor | None, *, accumulate: bool) -> None:

@@ -129,7 +129,7 @@ def fp8_autocast(
     used, groups = (_regions[0].used, _regions[0].groups) if _regions else ({}, [])
     recipe = recipe or DelayedScaling()
     is_recorded = isinstance(recipe, DelayedScaling) and (enabled or calibrating)
-    hooks = None if top_hooks is None else top_hooks(False)
+    hooks = top_hooks(False)
     region = Region(
         recipe if enabled else None,
         group,

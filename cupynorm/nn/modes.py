@@ -9,6 +9,14 @@ from types import NoneType
 import torch
 from torch.autograd import forward_ad
 
+from ..gpu.nvrtc import MissingLibraryError
+
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+if _VERSION < (2, 8):  # every call on tensors imports this module
+    raise MissingLibraryError(
+        f"torch {torch.__version__} is installed; expected 2.8 or later: pip install -U torch"
+    )
+
 # Classes of arguments that no subclass intercepts, and of what kernels read in place: not torch's
 # wrappers (DTensor, FakeTensor), which have no address.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
@@ -21,13 +29,12 @@ has_functorch_transforms = torch._C._are_functorch_transforms_active
 # The callback by which torch.compile traces what is called now; None or False where it traces none.
 # After graph breaks the compiler may run a function as it is, where is_compiling() is False, and
 # still trace what that function calls.
-present_tracer = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+present_tracer = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 # Functions of torch.distributed.pipelining, of torch 2.13 and of former versions.
 _LEARN_SHAPES = frozenset({"_forward_metadata_inference", "_shape_inference"})
 
-top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _MODES = torch._C._TorchDispatchModeKey
 
 

@@ -76,9 +76,9 @@ class PastCalls:
     ) -> PastCall | None:
         """Keeps the call that runs now, and a copy of its scale, if it may be run again."""
         functions = [] if torch.is_grad_enabled() else _functions_around()
-        hooks = None if top_hooks is None else top_hooks(False)
+        hooks = top_hooks(False)
         frame = None if hooks is None else _frame_of(hooks[0])
-        is_hooked = top_hooks is None or (hooks is not None and not _is_rerun(hooks[0]))
+        is_hooked = hooks is not None and not _is_rerun(hooks[0])
         if functions or is_recorded or not runs_again_by_hooks():
             self._count_call_of_rerun()
         is_hooked = is_hooked and is_recorded
@@ -152,7 +152,7 @@ class PastCalls:
 
 def _what_runs_again() -> tuple[object, object]:
     """The owner of the calls that a checkpoint runs again, and an object of this run alone."""
-    hooks = None if top_hooks is None else top_hooks(False)
+    hooks = top_hooks(False)
     if hooks is not None and _is_rerun(hooks[0]):
         reference = _variables_of(hooks[0]).get("target_frame_ref")
         return None if reference is None else reference(), hooks[0]
@@ -162,7 +162,7 @@ def _what_runs_again() -> tuple[object, object]:
 
 def runs_again_by_hooks() -> bool:
     """Whether a checkpoint with use_reentrant=False runs again what runs now."""
-    hooks = None if top_hooks is None else top_hooks(False)
+    hooks = top_hooks(False)
     return hooks is not None and _is_rerun(hooks[0])
 
 

@@ -14,18 +14,14 @@ from ..norm.quantized_tensor import QuantizedTensor
 from .dtypes import arithmetic, outside_autocast
 from .recipes import BLOCK_SIZE
 
-HAS_WIDE_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
-
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32 (float64 for float64), rounded to a's dtype only on a GPU before torch 2.8."""
+    """a b in float32 (float64 for float64)."""
     compute = arithmetic(a)
     if a.dtype == compute:
         return a @ b
     if a.is_cuda:
-        if HAS_WIDE_PRODUCTS:
-            return torch.mm(a, b, out_dtype=compute)
-        return (a @ b).to(compute)
+        return torch.mm(a, b, out_dtype=compute)
     return a.to(compute) @ b.to(compute)
 
 
@@ -101,7 +97,6 @@ def multiply_scaled(
         out_dtype=out_dtype if bias is None or is_inside else torch.float32,
         use_fast_accum=fast,
     )
-    y = y[0] if isinstance(y, tuple) else y  # torch 2.4 also returns an amax
     y = y[:, :num_cols].contiguous()
     return y if bias is None or is_inside else (y + bias).to(out_dtype)
 
@@ -114,7 +109,7 @@ def _values(a: Factor | QuantizedTensor) -> Tensor:
 
 def _multiply_values(a: Tensor, b: Tensor, is_exact: bool) -> Tensor:
     """a b^T in float32."""
-    if is_exact and a.is_cuda and HAS_WIDE_PRODUCTS:
+    if is_exact and a.is_cuda:
         return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
     return a.float() @ b.float().t()
 

@@ -32,7 +32,7 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "dropout": (functional.dropout,),
     "cast": ("to", "type", "type_as", "float", "half", "bfloat16", "double"),
     "layer_norm": (functional.layer_norm, torch.layer_norm),
-    "rms_norm": (functional.rms_norm, torch.rms_norm) if hasattr(torch, "rms_norm") else (),
+    "rms_norm": (functional.rms_norm, torch.rms_norm),
 }
 _OPERATIONS = {
     spelling: operation for operation, spellings in _SPELLINGS.items() for spelling in spellings

@@ -162,6 +162,15 @@ def test_layouts_have_the_values_and_strides_that_they_name(library, layout):
             r"backward returned dweight of shape \(16,\).* one value for each column",
         ),
         ({"backward": lambda dy: (dy,) * 4}, "backward returned 4 values; expected dx, or"),
+        (
+            {"function": lambda x: sys.exit()},
+            "function called sys.exit, so nothing is checked",
+        ),
+        (
+            {"forward": lambda x: sys.exit(0)},
+            "forward called sys.exit, so nothing is checked",
+        ),
+        ({"backward": lambda dy: [None] * 3}, "backward returned nothing but None; expected dx"),
         ({"forward": 3}, "forward is of type int; expected a callable"),
         ({"forward": forward, "library": "jax"}, "library is 'jax'; expected 'numpy', 'cupy'"),
         (
@@ -177,6 +186,20 @@ def test_layouts_have_the_values_and_strides_that_they_name(library, layout):
 def test_wrong_functions_are_one_sentence(given, message):
     with pytest.raises(ValueError, match=message):
         cupynorm.check(**{"shapes": SHAPE, **given})
+
+
+def test_a_backward_of_autograd_that_ends_the_process_is_one_sentence():
+    class Exits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            sys.exit(0)
+
+    with pytest.raises(ValueError, match="function called sys.exit, so"):
+        cupynorm.check(function=lambda x: Exits.apply(x), shapes=SHAPE)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from cupynorm import __main__ as command
-from cupynorm.check import entries
+from cupynorm.check import entries, kernels
+from cupynorm.check.callables import Callables
+from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.command import shapes
+from cupynorm.check.gradient_check import check_callables
+from cupynorm.check.trials import Trial
 from cupynorm.command_line import argparse
 
 MODULE = """
@@ -33,6 +37,48 @@ def backward(dy, x, mean, rstd, weight):
 
 def nothing(x):
     return None
+
+def exits(x):
+    raise SystemExit(0)
+
+def leaves(x):
+    quit()
+
+def cancelled(x):
+    raise GeneratorExit
+
+def hangs_up(x):
+    raise BrokenPipeError
+
+def only_none(dy):
+    return None, None, None
+
+def odd_fields(x):
+    return {"\x1b[2J": x, 3: x}
+
+class Unsigned:
+    __signature__ = property(exits)
+
+    def __call__(self, x):
+        return x
+
+unsigned = Unsigned()
+
+def wrong_tail(dy, x, mean, rstd, weight):
+    dx, dweight, dbias = backward(dy, x, mean, rstd, weight)
+    whole = len(dx) // 4 * 4
+    dx[whole:] = dx[whole - 1]
+    return dx, dweight, dbias
+
+def wrong_last_columns(x, weight, bias, eps):
+    y = forward(x, weight, bias, eps)
+    y[:, x.shape[1] // 4 * 4 :] = 0
+    return y
+
+def too_wide(x, weight, bias, eps):
+    y = forward(x, weight, bias, eps)
+    y[:, 8192:] = 0
+    return y
 """
 
 
@@ -40,6 +86,8 @@ def nothing(x):
 def check(tmp_path, monkeypatch, capsys):
     """Runs `check` with a module own_norms that can be imported: exit code, stdout, stderr."""
     (tmp_path / "own_norms.py").write_text(MODULE)
+    (tmp_path / "exits_at_import.py").write_text("raise SystemExit(0)")
+    (tmp_path / "no_python.py").write_text("def f(:")
     monkeypatch.syspath_prepend(tmp_path)
 
     def run(*arguments):
@@ -104,6 +152,16 @@ def test_a_function_is_checked_on_a_file(check, tmp_path):
         (("--forward", "own_norms:number"), "own_norms:number is of type int; expected a function"),
         (("--forward", "own_norms:nothing"), "forward returned None; expected y, or (y, mean"),
         (("--dtype", "float32"), "--dtype is given without --function, --forward or --backward"),
+        (("--function", "own_norms:exits"), "function called sys.exit, so nothing is checked"),
+        (("--forward", "own_norms:leaves"), "forward called sys.exit, so nothing is checked"),
+        (("--forward", "own_norms:cancelled"), "forward raised GeneratorExit, so nothing"),
+        (("--forward", "own_norms:unsigned"), "forward called sys.exit, so nothing is checked"),
+        (("--forward", "own_norms:hangs_up"), "forward raised BrokenPipeError, so nothing"),
+        (("--backward", "own_norms:only_none"), "backward returned nothing but None; expected dx"),
+        (("--forward", "own_norms:odd_fields"), "forward returned fields \\x1b[2J, 3; expected y"),
+        (("--forward", "exits_at_import:f"), "exits_at_import called sys.exit, so nothing is"),
+        (("--forward", "no_python:f"), "no_python could not be imported: SyntaxError: "),
+        (("--forward", "own_norms:\x1b[2J\n"), "there is no \\x1b[2J\\n in own_norms"),
         (
             ("--forward", "own_norms:rms", "--quick"),
             "--on or --quick is given with your own functions",
@@ -113,6 +171,46 @@ def test_a_function_is_checked_on_a_file(check, tmp_path):
 def test_wrong_arguments_are_one_sentence(check, arguments, message):
     code, _, err = check(*arguments)
     assert code == 2 and message in err[0]
+
+
+@pytest.mark.parametrize(
+    "function, case",
+    [
+        ("--backward=own_norms:wrong_tail", "61 x 769"),
+        ("--forward=own_norms:wrong_last_columns", "61 x 769"),
+        ("--forward=own_norms:too_wide", "7 x 8195"),
+    ],
+)
+def test_tails_of_rows_and_columns_show_by_default(check, function, case):
+    code, out, _ = check(function, *OWN)
+    assert code == 1 and f"of layer_norm {case} float32: " in out
+    assert check(function, *OWN, "--shape", "64x768")[0] == 0
+
+
+def test_options_of_lists_add_up(check):
+    right = ("--forward", "own_norms:forward", *OWN, "--shape", "5x7", "--shape", "4x8,5x7")
+    code, out, _ = check(*right, "--dtype", "float64", "--dtype", "float32")
+    assert code == 0 and "OK: every element of 8 tensors" in out
+    wrong = ("--backward", "own_norms:wrong_tail", *OWN)
+    assert check(*wrong, "--shape", "5x8", "--shape", "4x8")[0] == 1
+
+
+def test_a_call_that_ends_the_process_is_a_finding_of_a_trap():
+    def exits(x):
+        raise SystemExit(0)
+
+    trial = Trial(random_problem(Case("layer_norm", 4, 8, "float32")), "T3 one column")
+    result = check_callables([trial], Callables(forward=exits, library="numpy"), traps=True)
+    assert not result.ok and "forward called sys.exit" in result.diagnoses[0]
+
+
+def test_a_command_that_is_left_by_sys_exit_fails(monkeypatch, capsys):
+    def leave(*arguments):
+        raise SystemExit(0)
+
+    monkeypatch.setattr(kernels, "machine", leave)
+    assert command.main(["check"]) == 2
+    assert "sys.exit was called before the end of the command" in capsys.readouterr().err
 
 
 def test_shapes_are_read():

@@ -1,10 +1,13 @@
 """python -m cupynorm: arguments that are refused in a sentence, and how numbers are written."""
 
+import argparse
+
 import pytest
 from command_runs import ROOT
 
 from cupynorm import __main__ as command
 from cupynorm.bench import cells as bench_cells
+from cupynorm.bench.contestants import CONTESTANTS
 from cupynorm.bench.models import MODELS
 from cupynorm.command_line import number, positives
 
@@ -128,6 +131,59 @@ def test_names_may_be_all(capsys):
     )
     assert parsed.models == list(MODELS) and parsed.direction == list(bench_cells.DIRECTIONS)
     assert parsed.peers == ["torch"] and parsed.cols == bench_cells.COLS and parsed.jobs == 1
+
+
+LISTS = {
+    ("check", "--dtype"): ("float32", "float64"),
+    ("check", "--shape"): ("61x768", "64x4096"),
+    ("bench", "--direction"): ("forward", "backward"),
+    ("bench", "--dtype"): ("float32", "float64"),
+    ("bench", "--norm"): ("rms_norm", "layer_norm"),
+    ("bench", "--cols"): ("64", "128"),
+    ("bench", "--rows"): ("1", "2"),
+    ("bench", "--models"): tuple(MODELS)[:2],
+    ("bench", "--scale"): ("row", "tensor"),
+    ("bench", "--peers"): ("torch", "cupynorm"),
+    ("bench", "linear", "--shapes"): ("1x2x3", "4x5x6"),
+    ("bench", "linear", "--format"): ("fp8", "bfloat16"),
+    ("bench", "linear", "--pass"): ("both", "forward"),
+    ("bench", "linear", "--contestants"): tuple(CONTESTANTS)[:2],
+    ("tune", "--direction"): ("backward", "forward"),
+    ("tune", "--dtype"): ("float32", "float64"),
+    ("tune", "--norm"): ("rms_norm", "layer_norm"),
+    ("tune", "--cols"): ("64", "128"),
+}
+
+
+@pytest.mark.parametrize("words, values", LISTS.items(), ids=" ".join)
+def test_options_of_lists_add_up(words, values):
+    *names, option = words
+    parse = command.parser().parse_args
+    once = vars(parse([*names, option, ",".join(values)]))
+    twice = vars(parse([*names, option, values[0], option, values[1], option, values[0]]))
+    assert once == twice
+
+
+def test_every_option_of_a_list_is_known_to_add_up():
+    """Each that takes commas is above."""
+    found = set()
+
+    def visit(parser, names):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, below in action.choices.items():
+                    visit(below, (*names, name))
+            elif action.option_strings and action.type is not None and action.nargs is None:
+                for text in [",".join(values) for values in LISTS.values()]:
+                    try:
+                        is_list = isinstance(action.type(text), list)
+                    except (argparse.ArgumentTypeError, ValueError):
+                        continue
+                    if is_list:
+                        found.add((*names, action.option_strings[-1]))
+
+    visit(command.parser(), ())
+    assert found == set(LISTS)
 
 
 def test_numbers():

@@ -80,9 +80,8 @@ def step(module, recipe, backward=torch.Tensor.backward):
 )
 def test_compiled_autograd_of_eager_calls(names, recipe):
     """torch.compile then traces the backward of calls that it has not compiled."""
-    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
-    if not hasattr(compiled_autograd, "_enable"):
-        pytest.skip("this torch has no compiled_autograd._enable")
+    from torch._dynamo import compiled_autograd
+
     torch._dynamo.reset()
 
     def compiled(y, dy):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 
 import torch
-from rank_checks import HAS_SHARDING, NORMS, check_of_dtensors, full, ours
+from rank_checks import NORMS, check, full, ours
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import cupynorm
-
-if HAS_SHARDING:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 SHAPE = (5, 4, 8)  # ranks have 3 and 2 of 5 rows
 
@@ -82,7 +80,7 @@ def assert_same(name, got, right, dtype=None):
         assert torch.equal(got, right), name
 
 
-@check_of_dtensors
+@check
 def fused_options(ranks):
     for dtype in (torch.float64, torch.float32):
         x, dy = (ranks.random(*SHAPE, seed=seed, dtype=dtype) for seed in (0, 3))
@@ -108,7 +106,7 @@ def fused_options(ranks):
                 assert type(found["bias"]) is torch.Tensor
 
 
-@check_of_dtensors
+@check
 def dropout(ranks):
     """Each part of the rows has a mask of its own; copies of rows have the same."""
     x, dy, weight = ranks.random(*SHAPE), ranks.random(*SHAPE, seed=3), ranks.random(8, seed=1)
@@ -161,7 +159,7 @@ GRANULARITIES = (
 )
 
 
-@check_of_dtensors
+@check
 def eight_bits(ranks):
     """Data, scales, values and gradients have the bits of the unsharded call."""
     largest = ranks.random(*SHAPE)
@@ -196,7 +194,7 @@ def eight_bits(ranks):
             assert amax is None or torch.equal(amax, amax_of_ranks) and amax > 0
 
 
-@check_of_dtensors
+@check
 def a_transposed_copy_in_8_bits(ranks):
     options = {"out_dtype": "float8_e5m2", "scale": "tensor", "transpose": True}
     both = (Shard(0), Shard(1)), (Replicate(), Replicate())
@@ -215,7 +213,7 @@ def a_transposed_copy_in_8_bits(ranks):
         raise AssertionError("nothing was raised")
 
 
-@check_of_dtensors
+@check
 def compiled_fused_options(ranks):
     x, dy, weight = ranks.random(*SHAPE), ranks.random(*SHAPE, seed=3), ranks.random(8, seed=1)
     row_scale = ranks.random(*SHAPE[:-1], seed=7)
@@ -233,7 +231,7 @@ def compiled_fused_options(ranks):
         assert got.placements == (Shard(1),) and torch.equal(full(got), full(right))
 
 
-@check_of_dtensors
+@check
 def modules_with_fp8_output(ranks):
     """The scales of DelayedScaling, and the data, are those of the unsharded module."""
     recipes = cupynorm.DelayedScaling(amax_history_len=2), cupynorm.CurrentScaling()
@@ -254,7 +252,7 @@ def modules_with_fp8_output(ranks):
             assert_same("weight", sharded.weight.grad, single.weight.grad)
 
 
-@check_of_dtensors
+@check
 def meshes_of_two_dimensions(ranks):
     """One of them shards rows, the other shards other rows, or has copies."""
     x, weight = ranks.random(4, 6, 8, dtype=torch.float32), ranks.random(8, seed=1)

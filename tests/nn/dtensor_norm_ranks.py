@@ -5,17 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from rank_checks import HAS_SHARDING, NORMS, assert_close, check_of_dtensors, full, ours, theirs
+from rank_checks import NORMS, assert_close, check, full, ours, theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional
 
 import cupynorm
 from cupynorm.gpu import arrays
 from cupynorm.nn import dtensor as parallel
-
-if HAS_SHARDING:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 
 def gradients(call, tensors, dy):
@@ -43,7 +41,7 @@ def placements(shape=(5, 4, 8)):
     return [*map(Shard, range(len(shape) - 1)), Replicate(), Shard(len(shape) - 1), Partial()]
 
 
-@check_of_dtensors
+@check
 def dtensors_of_any_placement(ranks):
     whole = partial(ranks.lay, placement=Replicate())
     for norm in NORMS:
@@ -58,7 +56,7 @@ def dtensors_of_any_placement(ranks):
                     assert y.placements == (placement,)
 
 
-@check_of_dtensors
+@check
 def they_lie_where_torch_puts_its_own(ranks):
     whole = ranks.lay(ranks.random(8, seed=1), Replicate())
     # Not of split rows, which torch leaves split.
@@ -72,7 +70,7 @@ def they_lie_where_torch_puts_its_own(ranks):
         )
 
 
-@check_of_dtensors
+@check
 def plain_parameters_count_as_the_same_on_every_rank(ranks):
     for norm in NORMS:
         for placement in placements():
@@ -82,7 +80,7 @@ def plain_parameters_count_as_the_same_on_every_rank(ranks):
             assert type(dweight) is type(dbias) is torch.Tensor
 
 
-@check_of_dtensors
+@check
 def rows_that_do_not_share_out_evenly(ranks):
     for shape in ((1, 8), (3, 8), (8,), (0, 8)):
         for placement in (Shard(0), Replicate()):
@@ -91,7 +89,7 @@ def rows_that_do_not_share_out_evenly(ranks):
             check_placement(ranks, "layer_norm", placement, placement, lambda weight: weight, shape)
 
 
-@check_of_dtensors
+@check
 def a_mesh_of_two_dimensions(ranks):
     # The second dimension splits rows, or the columns of one rank.
     for mesh_shape, rows in (((2, 1), [Shard(0), Shard(1)]), ((1, 2), [Shard(0), Shard(2)])):
@@ -109,7 +107,7 @@ def on_mesh(ranks, mesh, rows):
         assert_close(name, got, right)
 
 
-@check_of_dtensors
+@check
 def split_rows_are_not_gathered(ranks):
     """Ranks exchange three numbers a row, also where they have different numbers of columns."""
     from torch.distributed import _functional_collectives as collectives
@@ -145,7 +143,7 @@ def split_rows_are_not_gathered(ranks):
                 assert_close(f"{norm} of {num_cols} columns: {name}", got / 1000, right / 1000)
 
 
-@check_of_dtensors
+@check
 def parameters_of_split_rows(ranks):
     """A weight that is split as the rows are has such a gradient."""
     x, dy = ranks.random(5, 8), ranks.random(5, 8, seed=1)
@@ -159,7 +157,7 @@ def parameters_of_split_rows(ranks):
         assert found[2].placements == found[3].placements == (Shard(0),)
 
 
-@check_of_dtensors
+@check
 def residuals_and_options(ranks):
     x, residual = ranks.random(5, 4, 8), ranks.random(5, 4, 8, seed=1)
     weight, dy = ranks.random(8, seed=2), ranks.random(5, 4, 8, seed=3)
@@ -196,7 +194,7 @@ def residuals_and_options(ranks):
                 assert_close(f"{norm} {name}", got, right)
 
 
-@check_of_dtensors
+@check
 def calls_that_differ_in_what_is_no_tensor(ranks):
     """torch caches the sharding of a call by its arguments. Each of these needs its own entry."""
     x = ranks.lay(ranks.random(4, 2, 8), Shard(1))
@@ -213,7 +211,7 @@ def calls_that_differ_in_what_is_no_tensor(ranks):
         assert_close(f"eps {eps}", y, functional.layer_norm(full(x), (8,), eps=eps))
 
 
-@check_of_dtensors
+@check
 def second_derivatives(ranks):
     x, weight = ranks.random(4, 3, 8), ranks.random(8, seed=1)
 
@@ -230,7 +228,7 @@ def second_derivatives(ranks):
             assert_close(f"{placement} {name}", got, right)
 
 
-@check_of_dtensors
+@check
 def compiled(ranks):
     whole = ranks.random(5, 4, 8), ranks.random(8, seed=1), ranks.random(8, seed=2)
     dy = ranks.random(5, 4, 8, seed=3)
@@ -247,7 +245,7 @@ def compiled(ranks):
             assert_close(name, got, right)
 
 
-@check_of_dtensors
+@check
 def what_is_refused(ranks):
     x, weight = ranks.random(4, 8), ranks.random(8)
     there = ranks.lay(weight, Replicate())
@@ -335,7 +333,7 @@ def what_is_refused(ranks):
             raise AssertionError(f"nothing was raised; expected: {sentence}")
 
 
-@check_of_dtensors
+@check
 def sequence_parallel(ranks):
     """torch's SequenceParallel plan on our modules."""
     norms = torch.nn.Sequential(cupynorm.LayerNorm(8), cupynorm.RMSNorm(8)).to(

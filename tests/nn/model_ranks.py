@@ -7,19 +7,17 @@ from functools import partial
 from unittest import mock
 
 import torch
-from rank_checks import HAS_SHARDING, assert_close, check, check_of_dtensors, full
+from rank_checks import assert_close, check, full
 from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import cupynorm
 
-HAS_PASSES = HAS_SHARDING and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+HAS_PASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 if HAS_PASSES:
     from pass_graphs import Passes
-
-if HAS_SHARDING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import Shard
 
 
 class Block(torch.nn.Module):
@@ -46,7 +44,7 @@ NUM_NORMS = 5
 
 
 def check_with_passes(function):
-    return check_of_dtensors(function) if HAS_PASSES else function
+    return check(function) if HAS_PASSES else function
 
 
 def step(model, x, target):
@@ -107,7 +105,7 @@ def shard_blocks(model, **options):
     return fully_shard(model, **options)
 
 
-@check_of_dtensors
+@check
 def fully_sharded(ranks):
     model = check_training(ranks, partial(shard_blocks, mesh=ranks.mesh))
     for name, parameter in model.named_parameters():
@@ -117,7 +115,7 @@ def fully_sharded(ranks):
         ), name
 
 
-@check_of_dtensors
+@check
 def fully_sharded_by_norms(ranks):
     """Each norm is a unit of fully_shard, as in models whose norms stay in float32."""
 
@@ -133,7 +131,7 @@ def fully_sharded_by_norms(ranks):
     check_training(ranks, wrap)
 
 
-@check_of_dtensors
+@check
 def fully_sharded_and_compiled(ranks):
     def wrap(model):
         for block in model[1:3]:
@@ -177,7 +175,7 @@ def fully_sharded_with_graph_passes(ranks):
     assert num_replaced(passes) == 2, passes.report  # both blocks have one code
 
 
-@check_of_dtensors
+@check
 def fully_sharded_in_mixed_precision(ranks):
     """float32 parameters, bfloat16 arithmetic, float32 sums: the mean of both ranks, to the bit."""
     norm = cupynorm.LayerNorm(8, device=ranks.device)
@@ -204,7 +202,7 @@ def fully_sharded_in_mixed_precision(ranks):
         )
 
 
-@check_of_dtensors
+@check
 def norms_that_are_sharded_already_are_left(ranks):
     """fully_shard gathers weights by hooks of the module, which a swapped module would not have."""
     model = model_of_torch(ranks)

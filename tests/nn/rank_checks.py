@@ -6,26 +6,17 @@ from typing import NamedTuple
 
 import torch
 from start_ranks import Checks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 import cupynorm
-
-try:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: F401
-    from torch.distributed.tensor import DTensor, distribute_tensor
-    from torch.distributed.tensor.experimental import register_sharding  # noqa: F401
-    from torch.distributed.tensor.parallel import parallelize_module  # noqa: F401
-except ImportError:
-    HAS_SHARDING = False
-else:
-    HAS_SHARDING = True
 
 
 class Ranks(NamedTuple):
     rank: int
     device: str
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh
 
     def random(self, *shape: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
         """Random numbers that are the same on both ranks."""
@@ -43,10 +34,6 @@ class Ranks(NamedTuple):
 
 CHECKS = Checks()
 check = CHECKS.add
-
-
-def check_of_dtensors(function):
-    return check(function) if HAS_SHARDING else function
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -98,10 +98,6 @@ def test_checkpointed_gradients_are_the_same(use_reentrant):
     assert all(torch.equal(tensor.grad, right) for tensor, right in zip(tensors, expected))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.utils.checkpoint, "CheckpointPolicy"),
-    reason="torch 2.4 has no selective checkpoint",
-)
 def test_selective_checkpoint_sees_one_operator():
     seen = []
 

@@ -10,16 +10,14 @@ import os
 import dtensor_fused_ranks  # noqa: F401  (adds to CHECKS)
 import dtensor_norm_ranks  # noqa: F401  (adds to CHECKS)
 import model_ranks  # noqa: F401  (adds to CHECKS)
-from rank_checks import CHECKS, HAS_SHARDING, Ranks
+from rank_checks import CHECKS, Ranks
 from start_ranks import main
-
-if HAS_SHARDING:
-    from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 
 def make(rank: int) -> Ranks:
     device = os.environ["RANKS_DEVICE"]
-    return Ranks(rank, device, init_device_mesh(device, (2,)) if HAS_SHARDING else None)
+    return Ranks(rank, device, init_device_mesh(device, (2,)))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,8 @@ def test_the_default_eps_of_rms_norm_is_that_of_torch(name, dtype):
     torch.testing.assert_close(
         cupynorm.rms_norm(x, 64).double(), expected, rtol=allowed, atol=allowed
     )
-    # torch 2.4 takes the epsilon of the input's dtype. It differs where the arithmetic is wider.
+    # Older versions of torch take the epsilon of the input's dtype. It differs where the arithmetic
+    # is wider.
     if DTYPES[dtype].compute == dtype or tuple(map(int, torch.__version__.split(".")[:2])) >= (
         2,
         11,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch", minversion="2.5")  # attention with fewer heads of keys
+torch = pytest.importorskip("torch")
 
 import models_report as report  # noqa: E402
 import models_steps as steps  # noqa: E402

@@ -102,8 +102,6 @@ def compiled_autograd(rank):
     """torch.compile traces the backward of an eager call."""
     from torch._dynamo import compiled_autograd
 
-    if not hasattr(compiled_autograd, "_enable"):  # before torch 2.5
-        return
     with compiled_autograd._enable(torch.compile(backend="eager")):
         run(MAIN[0], rank, problem_of(MAIN[0]))
 

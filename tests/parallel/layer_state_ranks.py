@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import tempfile
 
 import numpy as np
@@ -119,8 +118,7 @@ def checkpoints_load_at_another_size(case, rank):
         assert extra[0].numel() and torch.equal(*extra)
 
 
-if importlib.util.find_spec("torch.distributed.tensor"):  # since torch 2.5
-    for_main(checkpoints_load_at_another_size)
+for_main(checkpoints_load_at_another_size)
 
 
 @for_main
