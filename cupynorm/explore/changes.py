@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..gpu.arrays import type_in_words
-from ..gpu.private_folder import folder_of_process
+from ..gpu.private_folder import folder_of_process, is_private
 from ..gpu.source_files import source_files
 
 Replacements = Sequence[tuple[str, str]]
@@ -53,6 +54,7 @@ def _folder_of(texts: dict[str, str]) -> Path:
         own_folder = Path(tempfile.mkdtemp(dir=parent))
         for name, text in texts.items():
             (own_folder / name).write_text(text, encoding="utf-8")
+            (own_folder / name).chmod(0o600)
         try:
             own_folder.rename(folder)
         except OSError:  # another thread was faster
@@ -61,8 +63,10 @@ def _folder_of(texts: dict[str, str]) -> Path:
 
 
 def _has(folder: Path, texts: dict[str, str]) -> bool:
-    """Whether the folder has these files, and has not lost one."""
+    """Whether the folder has these files, has not lost one, and is this user's."""
     try:
+        if not is_private(folder, stat.S_ISDIR) or not all(map(is_private, folder.iterdir())):
+            return False
         found = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
     except (OSError, ValueError):
         return False

@@ -93,6 +93,10 @@ def test_folders_of_another_user_are_refused(cache):
 def test_another_user_cannot_exchange_changed_sources():
     """Neither by a folder that is made first nor by a file that is replaced later."""
     folder = changed_sources(CHANGES)
+    for each in (folder, *folder.iterdir()):
+        os.chown(each, OTHER, OTHER)
+    folder = changed_sources(CHANGES)
+    assert {each.stat().st_uid for each in (folder, *folder.iterdir())} == {os.geteuid()}
     attack = (
         f"import os, pathlib; os.setgroups([]); os.setgid({OTHER}); os.setuid({OTHER})\n"
         f"for act in (lambda: pathlib.Path({str(folder)!r}, 'another.cuh').write_text('other'),\n"
