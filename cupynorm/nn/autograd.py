@@ -255,12 +255,7 @@ def _traced(request: ForwardRequest) -> tuple:
     # Compiled, what computes the operator's shapes checks the same. torch.jit.trace warns of every
     # shape that is looked at; there the operator itself checks.
     if not compiling and not is_jit_traced():
-        checked = check_forward(request)
-        mesh_dim = dtensor.splitting_dim(operands.input, len(options.extents))
-        if plain and mesh_dim is not None:
-            from . import dtensor_split_rows
-
-            return dtensor_split_rows.normalize(checked, mesh_dim)
+        check_forward(request)
     by_operator = operators.norm_forward if plain else fused_operators.fused_norm_forward
     made = by_operator(request)
     return made.y, made.y1, made.sum

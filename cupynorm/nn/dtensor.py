@@ -3,9 +3,8 @@
 Tensors with one row for each row of the input are sharded by rows, or replicated on every rank.
 weight and bias are replicated. Their gradients are sums over rows: where rows are sharded, each
 rank has a partial sum, which torch reduces when it is read, as it does for its own layer_norm.
-Rows that are split between ranks stay split: dtensor_split_rows.py. Compiled, or normalised over
-several dimensions, they are gathered by torch first. Partial sums are reduced first. Calls with
-fused options are in dtensor_whole_rows.py.
+Rows that are split between ranks are gathered by torch first, and partial sums are reduced first.
+Calls with fused options are in dtensor_whole_rows.py.
 """
 
 from __future__ import annotations
@@ -65,21 +64,6 @@ def is_any(*tensors: object) -> bool:
         if isinstance(each, Tensor) and hasattr(each, "device_mesh"):
             return True
     return False
-
-
-def splitting_dim(input: Tensor, num_dims: int) -> int | None:
-    """The dimension of the mesh that splits the rows of a DTensor. None: there is none, or its rows
-    must be gathered.
-
-    num_dims: over which it is normalised.
-    """
-    if num_dims != 1 or not hasattr(input, "device_mesh"):
-        return None
-    placements, last = input.placements, input.ndim - 1
-    splits = [at for at, each in enumerate(placements) if each.is_shard(last)]
-    if len(splits) != 1 or any(each.is_partial() for each in placements):
-        return None
-    return splits[0]
 
 
 def refuse(options: str, **tensors: object) -> None:
