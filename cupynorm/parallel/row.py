@@ -9,18 +9,18 @@ With sequence_parallel a rank has some rows of y: its gradient is gathered first
 normalized is made again.
 The formulas are in cupynorm.reference.parallel.
 
-On a GPU our forward kernel computes the mean and variance of a rank's part of each row. All else
-of the norm is operations of torch. Bytes that they move for each element of 16 bits:
+On a GPU our forward kernel normalises a rank's part of each row by its own mean and rstd. All else
+of the norm is operations of torch. Bytes that are moved for each element of 16 bits:
 
-    statistics    2; LayerNorm also 6 to subtract the mean of the part, 4 to sum what remains
-    normalized    x_hat 8 and y 6; RMSNorm 6 and 6
-    sums of rows  x_hat 14, weighted dy 6, its sum 4, the sum of its products 16; RMSNorm 6, 6, 16
-    gradients     dweight 14, dbias 2, dx 24
+    forward    the part 6, x_hat 8, y 6
+    backward   the part 6, x_hat 8; weighted dy 6, its sum 4 (LayerNorm), that of its products 16;
+               dweight 14, dbias 2, dx 24
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from ..linear.matrices import as_rows
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn.dtypes import name_of
 from ..norm import route
-from ..norm.prepared import FOR_STATISTICS_ALONE
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest
 from .products import Kept, Products, joined_bias, weight_gradients
 from .ranks import Ranks
@@ -42,9 +41,10 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """y, this rank's columns of normalized (None unless requested), and what `backward` needs."""
     options, sharding, input = products.options, products.sharding, operands.input
-    statistics, deviations = statistics_of_rows(as_rows(input), options, sharding.ranks)
-    values = normalize(operands, options, statistics, products.value_dtype, deviations)
-    del deviations
+    part = normalize_part(as_rows(input), options.centered)
+    statistics = statistics_of_rows(as_rows(input), part, options, sharding.ranks)
+    values = normalize(operands, options, statistics, products.value_dtype, part.x_hat)
+    del part
     rows = products.rows(values)
     weight, saved_weight = products.weight(operands.weights)
     reduction = products.project_part(rows, weight)
@@ -97,7 +97,7 @@ def backward(
     reduction = x_hat = None
     norm_scale = scale_of(operands, options)
     if total is not None and any(wants_norm):
-        x_hat = x_hat_of(as_rows(input), statistics)
+        x_hat = x_hat_of(operands, options, statistics)
         if wants_norm[0]:
             sums = sums_of_rows(total, x_hat, norm_scale, options.centered)
             reduction = sharding.ranks.all_reduce(sums)
@@ -116,54 +116,67 @@ def backward(
     return tuple(each if is_wanted else None for each, is_wanted in gradients)
 
 
-# The norm. x, x_hat, dy: [num_rows, columns of this rank].
+# The norm. x, x_hat, y, dy: [num_rows, columns of this rank].
 
 
-def statistics_of_rows(
-    x: Tensor, options: LinearOptions, ranks: Ranks
-) -> tuple[Tensor, Tensor | None]:
-    """What x_hat_of takes: LayerNorm [3, num_rows], RMSNorm rstd alone, [1, num_rows]; and x minus
-    the mean of this rank's part of the row, None in RMSNorm.
+class Part(NamedTuple):
+    """A rank's part of each row, normalised alone, in the dtype of the arithmetic."""
+
+    x_hat: Tensor
+    rstd: Tensor
+
+
+def normalize_part(x: Tensor, centered: bool) -> Part:
+    """By our forward kernel on a GPU."""
+    dtype = _arithmetic(x)
+    eps = torch.finfo(dtype).tiny  # a constant row has a finite rstd
+    if not (torch.compiler.is_compiling() or arrays.on_host(x)):
+        options = ForwardOptions(centered, tuple(x.shape[1:]), eps, out_dtype=dtype)
+        made = route.forward(ForwardRequest(ForwardOperands(x), options))
+        return Part(made.y, made.rstd)
+    x_hat = x.to(dtype)
+    if centered:
+        x_hat = x_hat - x_hat.mean(1, keepdim=True)
+        x_hat = x_hat - x_hat.mean(1, keepdim=True)  # the mean was rounded
+    rstd = (x_hat.square().mean(1) + eps).rsqrt()
+    return Part(x_hat * rstd[:, None], rstd)
+
+
+def statistics_of_rows(x: Tensor, part: Part, options: LinearOptions, ranks: Ranks) -> Tensor:
+    """[3, num_rows]: x_hat of whole rows is that of the part times the first plus the second. The
+    last is rstd. RMSNorm has no second.
 
     Means and variances of parts are combined by Chan, Golub and LeVeque's formula (1983) for parts
-    of one size. All ranks compute the same rstd, to the bit.
+    of one size, in float64. All ranks compute the same rstd, to the bit.
     """
     eps = check_eps(options.eps, name_of(x.dtype), centered=options.centered)
-    mean, var = _moments(x, options.centered)
-    if mean is None:
-        var = ranks.gather(var[None]).wait().mean(0)
-        return (var + eps).sqrt_().reciprocal_()[None], None
-    deviations = x - mean[:, None]
-    rest = deviations.mean(1)  # what the mean lost when it was rounded
-    means, rests, variances = ranks.gather(torch.stack((mean, rest, var))[None]).wait().unbind(1)
-    # Means are compared with that of rank 0: equal ones give exactly that mean.
-    between, offset = torch.var_mean(means - means[0] + rests, 0, correction=0)
-    rstd = variances.mean(0).add_(between).add_(eps).sqrt_().reciprocal_()
-    shift = (mean - means[0] - offset) * rstd
-    return torch.stack((mean, shift, rstd)), deviations
+    own = part.rstd.double()
+    variance = own.square().reciprocal()
+    # Finite, so that x_hat is 0 where the variance overflowed.
+    deviation = own.reciprocal().clamp_(max=torch.finfo(torch.float32).max)
+    if not options.centered:
+        rstd = (ranks.gather(variance[None]).wait().mean(0) + eps).rsqrt()
+        return torch.stack((deviation * rstd, rstd)).to(part.rstd.dtype)
+    # From one column, because a float32 mean has too few digits.
+    mean = x[:, 0] - part.x_hat[:, 0] * deviation
+    means, variances = ranks.gather(torch.stack((mean, variance))[None]).wait().unbind(1)
+    offsets = means - means[0]  # 0 in a constant row
+    center = offsets.mean(0)
+    rstd = (variances.mean(0) + (offsets - center).square().mean(0) + eps).rsqrt()
+    statistics = torch.stack((deviation * rstd, (mean - means[0] - center) * rstd, rstd))
+    return statistics.to(part.rstd.dtype)
 
 
-def _moments(x: Tensor, centered: bool) -> tuple[Tensor | None, Tensor]:
-    """Mean and variance of the rows of x; RMSNorm: None and the mean square."""
-    if torch.compiler.is_compiling() or arrays.on_host(x):
-        x = x.to(_arithmetic(x))
-        if not centered:
-            return None, x.square().mean(1)
-        var, mean = torch.var_mean(x, 1, correction=0)
-        return mean, var
-    # Without eps rstd is infinite in a constant row, and its inverse is 0.
-    options = ForwardOptions(centered, tuple(x.shape[1:]), 0.0)
-    made = route.forward(ForwardRequest(ForwardOperands(x), options), FOR_STATISTICS_ALONE)
-    return made.mean, made.rstd.reciprocal().square_()
-
-
-def x_hat_of(x: Tensor, statistics: Tensor, deviations: Tensor | None = None) -> Tensor:
-    """In the dtype of the statistics. deviations: from statistics_of_rows; they are overwritten."""
-    if len(statistics) == 1:
-        return x * statistics[0][:, None]
-    mean, shift, rstd = statistics[:, :, None]
-    deviations = x - mean if deviations is None else deviations
-    return torch.addcmul(shift, deviations, rstd, out=deviations)
+def x_hat_of(
+    operands: Operands, options: LinearOptions, statistics: Tensor, of_part: Tensor | None = None
+) -> Tensor:
+    """x_hat of whole rows. of_part: x_hat of the part; it is overwritten. None: it is made."""
+    if of_part is None:
+        of_part = normalize_part(as_rows(operands.input), options.centered).x_hat
+    factor, *shift, _ = statistics[:, :, None]
+    if not shift:
+        return of_part.mul_(factor)
+    return torch.addcmul(*shift, of_part, factor, out=of_part)
 
 
 def normalize(
@@ -171,10 +184,10 @@ def normalize(
     options: LinearOptions,
     statistics: Tensor,
     dtype: torch.dtype,
-    deviations: Tensor | None = None,
+    of_part: Tensor | None = None,
 ) -> Tensor:
-    """y, [num_rows, columns of this rank]. deviations: as x_hat_of takes them."""
-    x_hat = x_hat_of(as_rows(operands.input), statistics, deviations)
+    """y. of_part: as x_hat_of takes it."""
+    x_hat = x_hat_of(operands, options, statistics, of_part)
     scale, bias = scale_of(operands, options), operands.norm_bias
     y = torch.empty(x_hat.shape, dtype=dtype, device=x_hat.device)
     if bias is None:
