@@ -4,7 +4,7 @@ The norm is that of DTensors (nn/dtensor.py), the product is torch's. torch reco
 exchange what the placements of the tensors need:
 
     weight sharded by rows      the normalised tensor is gathered where its rows are sharded
-    weight sharded by columns   the rows that are normalised stay split; y is a partial sum
+    weight sharded by columns   rows that are split are gathered for the norm; y is a partial sum
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def normalize(
     """y. of_part: as x_hat_of takes it."""
     x_hat = x_hat_of(operands, options, statistics, of_part)
     scale, bias = scale_of(operands, options), operands.norm_bias
-    y = torch.empty(x_hat.shape, dtype=dtype, device=x_hat.device)
+    y = x_hat if dtype == x_hat.dtype else torch.empty_like(x_hat, dtype=dtype)
     if bias is None:
         return torch.mul(x_hat, scale, out=y)
     return torch.addcmul(bias.to(x_hat.dtype), x_hat, scale, out=y)
@@ -223,7 +223,7 @@ def dx_of(
 
     x_hat is overwritten.
     """
-    dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
+    dx = x_hat if dtype == x_hat.dtype else torch.empty_like(x_hat, dtype=dtype)
     means = means[:, :, None].neg()
     if len(means) == 1:
         x_hat.mul_(means[0])
