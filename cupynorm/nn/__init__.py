@@ -11,9 +11,7 @@ modules, second_names   LayerNorm and RMSNorm
 swap, probe             swap_norms, and how it finds out what a module computes
 dtensor                 DTensors as arguments
 dtensor_whole_rows      those whose rows are whole on each rank
-dtensor_split_rows      those whose rows are split between ranks
 nested                  nested tensors as arguments
-row_statistics          what one rank computes of split rows
 autocast, recipes       fp8_autocast, and where scales come from
 fp8, amaxes             the scales that DelayedScaling keeps, and the end of its step
 fp8_norm, past_calls    modules with fp8_output; calls that a checkpoint runs again
