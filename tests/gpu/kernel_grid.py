@@ -102,14 +102,6 @@ RING_PROBLEMS = [
     _dtypes("float32", "backward"),
     _dtypes("bfloat16", "backward", **MIXED),
 ]
-# Rows that groups of blocks share: of single elements, with room for more rows, for one and a half,
-# and for less.
-SHARED_WIDTHS = (496_585, 750_000, 1 << 21, 1 << 22, 1 << 23)
-SHARED_PROBLEMS = [
-    _dtypes(dtype, direction, **options)
-    for dtype, options in (("bfloat16", {}), ("float32", {}), ("bfloat16", MIXED))
-    for direction in ("forward", "backward")
-]
 # Bundles on 1 to 32 lanes, the widest rows of each; single elements, pairs and packs of 4.
 BUNDLE_WIDTHS = (41, 67, 95, 127, 301, 320, 497, 639, 895, 1057, 1569, 2047, 2559)
 BUNDLE_WIDTHS += (24, 50, 72, 136, 250, 392, 500, 900)
@@ -366,7 +358,6 @@ def _grid(compute_capability: int) -> list[tuple]:
         ]
     if is_sm_90:
         grid += [
-            (SHARED_PROBLEMS, SHARED_WIDTHS),
             (TUNED_PROBLEMS, TUNED_WIDTHS),
             (TUNED_QUANTIZED_PROBLEMS, TUNED_QUANTIZED_WIDTHS),
             (LONG_QUANTIZED_PROBLEMS, LONG_QUANTIZED_WIDTHS),
