@@ -21,7 +21,6 @@ from cupynorm.plan.matrices import quantize_launch, reduce_matrix_launch, update
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
 from cupynorm.plan.products import DTYPES as PRODUCT_DTYPES
 from cupynorm.plan.products import NormLinearProblem, fold_launch, product_launch
-from cupynorm.plan.several_products import several_launch
 from cupynorm.plan.split_rows import (
     Part,
     gradients_launches,
@@ -291,9 +290,6 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
         few = NormLinearProblem(num_rows, 1024, 8, dtype, weight, weight, flag, flag)
         found.append(few_launch(device, few).launch)
     if device.compute_capability == 90:
-        for dtype, weight, flag in (("bfloat16", "float32", True), ("float16", None, False)):
-            few = NormLinearProblem(3, 1024, 8, dtype, weight, weight, flag, flag)
-            found.append(several_launch(device, few).launch)
         for dtype, centered, size in itertools.product(PRODUCT_DTYPES, (True, False), (1, 2)):
             plan = product_launch(device, 8, 8, dtype, centered=centered, cluster_size=size)
             found.append(plan.launch)
