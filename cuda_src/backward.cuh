@@ -62,11 +62,9 @@ struct RowGradient {
   }
 };
 
-template <class LoadX, class LoadDy, class LoadWeight, class StoreDx,
-          class SumsOfRows = typename LoadX::Compute>
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx>
 struct Backward {
   using Compute = typename LoadX::Compute;
-  using Sums = SumsOfRows;
 
   LoadX load_x;
   LoadDy load_dy;
@@ -75,9 +73,9 @@ struct Backward {
   const Compute* mean;  // [num_rows]; null in RMSNorm, and if load_x loads x_hat
   const Compute* rstd;  // [num_rows]
   // One partial row of sums for each block or cluster: [grid_size / cluster_size, num_cols]; null:
-  // not wanted. Of one cluster alone they may have the dtypes of dweight and dbias.
-  Sums* dweight_partials;
-  Sums* dbias_partials;
+  // not wanted.
+  Compute* dweight_partials;
+  Compute* dbias_partials;
   Compute* dx_sum_partials;
   long long num_rows;
   long long num_cols;

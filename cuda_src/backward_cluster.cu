@@ -1,24 +1,22 @@
 // backward_cluster -- dx, and partial sums of dweight and dbias; a thread-block cluster owns a row
 // owns:  each of cluster_size blocks keeps a slice of x, dy and the sums of dweight and dbias, by
 //        path: registers: packs_per_thread packs of each in each thread; smem: all in shared
-//        memory; ring: sums in registers, `stages` rows in shared memory (backward_ring.cuh); grid:
-//        many blocks own a row (backward_grid.cuh)
+//        memory; ring: sums in registers, `stages` rows in shared memory (backward_ring.cuh)
 // moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a cluster
 // takes: slices of pack_size * threads_per_row * packs_per_thread columns, or that fit beside
 //        ClusterReduce::smem_bytes; wider: backward_uncached.cu
 // needs: sm_90 or later; the grid a multiple of cluster_size; num_cols and all row strides
 //        multiples of pack_size, addresses aligned to a pack
-#include "backward_grid.cuh"
 #include "backward_ring.cuh"
 #include "backward_smem.cuh"
 #include "cluster_reduce.cuh"
 #include "register_gradient.cuh"
 
 template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
-          bool centered, Tile tile, class Sums = typename LoadX::Compute>
-__global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
+          bool centered, Tile tile>
+__global__ void __cluster_dims__(tile.cluster_size, 1, 1)
     __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-        backward_cluster(const Backward<LoadX, LoadDy, LoadWeight, StoreDx, Sums> call) {
+        backward_cluster(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> call) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::ring) {
     backward_ring<gradients, centered, tile>(call, dynamic_smem());
@@ -35,8 +33,6 @@ __global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
     for (long long row = cluster; row < call.num_rows; row += step)
       gradient.add_row(row, row + step, reduce);
     gradient.write_partials(cluster, nullptr);
-  } else if constexpr (tile.path == Path::grid) {
-    grid_rows<BackwardGrid<gradients, centered, tile, decltype(call)>>(call);
   } else {
     backward_smem<gradients, centered, tile>(call);
   }

@@ -30,12 +30,11 @@ struct Forward {
 
   // Returns what the thread carries from row to row: Nothing, unless y has 8 bits. The first block
   // also brings weight and bias to the L2 cache while all blocks wait for their rows. That does not
-  // pay for narrow rows, nor on path grid, where it would delay one block of a row.
+  // pay for narrow rows.
   template <Tile tile>
   __device__ __forceinline__ auto start() const {
     constexpr bool is_narrow = tile.packs_per_thread > 0 && tile.cols() * tile.cluster_size < 512;
-    if (!is_narrow && !tile.early && tile.path != Path::grid && blockIdx.x == 0)
-      store.prefetch_parameters(num_cols);
+    if (!is_narrow && !tile.early && blockIdx.x == 0) store.prefetch_parameters(num_cols);
     if constexpr (Store::quantizes) {
       if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();
       return store.start();

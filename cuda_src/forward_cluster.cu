@@ -1,8 +1,7 @@
 // forward_cluster -- y = (x - mean) * rstd * weight + bias; a thread-block cluster owns a row
 // owns:  each of cluster_size blocks keeps a slice of the row, by path: registers: packs_per_thread
 //        packs in each thread; smem: the slice in shared memory; ring: slices of `stages` rows in
-//        shared memory (forward_ring.cuh). Sums cross through the peers' shared memory. Path grid:
-//        many blocks own a row (forward_grid.cuh); their sums cross through global memory
+//        shared memory (forward_ring.cuh). Sums cross through the peers' shared memory
 // moves: x once in, y once out: num_cols * (itemsize of x + itemsize of y) bytes a row
 // takes: slices of pack_size * threads_per_row * packs_per_thread columns, or that fit beside
 //        ClusterReduce::smem_bytes; wider rows: forward_uncached.cu
@@ -10,20 +9,17 @@
 //        multiples of pack_size, addresses aligned to a pack
 #include "cluster_reduce.cuh"
 #include "forward.cuh"
-#include "forward_grid.cuh"
 #include "forward_ring.cuh"
 #include "smem_row.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
-__global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
+__global__ void __cluster_dims__(tile.cluster_size, 1, 1)
     __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         forward_cluster(const Forward<Load, Store> call) {
   using Compute = typename Load::Compute;
   auto carried = call.template start<tile>();
   if constexpr (tile.path == Path::ring) {
     forward_ring<centered, statistics, tile>(call, dynamic_smem(), carried);
-  } else if constexpr (tile.path == Path::grid) {
-    grid_rows<ForwardGrid<centered, tile, Load, Store>>(call);
   } else {
     using Reduce = ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute>;
     Reduce reduce(dynamic_smem());

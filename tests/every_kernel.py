@@ -265,7 +265,7 @@ def _run_long_quantized(quantized: tuple[Case, How], where: GpuCheckMachine) -> 
 
 def _run_product(product: Product, where: GpuCheckMachine) -> list[Finding]:
     if not product.kind.startswith("few") and where.device.compute_capability != 90:
-        return []  # norm_linear.cu and norm_linear_several.cu are for that alone
+        return []  # norm_linear.cu is for that alone
     return judge_product(product, *run_product(product, where))
 
 

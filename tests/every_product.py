@@ -15,8 +15,7 @@ from cupynorm.check.results import Finding
 
 
 class Product(NamedTuple):
-    """sizes: num_rows, in_features, out_features. kind: "folded"; "few" or "several", alone or
-    with ", residual".
+    """sizes: num_rows, in_features, out_features. kind: "folded", "few" or "few, residual".
 
     options: of product_cases.multiply.
     """
@@ -48,15 +47,10 @@ def products() -> list[Product]:
             "folded", (300, 136, 520), "bfloat16", True, (("strips_at_a_time", 2), ("grid_size", 2))
         )
     )
-    unfolded = {
-        "few": [((2, 1288, 43), True), ((1, 2056, 17), False)],
-        "several": [((16, 1288, 43), True), ((9, 264, 1300), False)],
-    }
     return every + [
-        Product(kind + residual, sizes, dtype, centered)
-        for kind, problems in unfolded.items()
-        for residual in ("", ", residual")
-        for sizes, centered in problems
+        Product(kind, sizes, dtype, centered)
+        for kind in ("few", "few, residual")
+        for sizes, centered in (((2, 1288, 43), True), ((1, 2056, 17), False))
         for dtype in ("bfloat16", "float16")
     ]
 
@@ -74,8 +68,7 @@ def run_product(product: Product, where: Any) -> tuple[Any, Any, Any]:
     parts = None
     if product.kind.endswith("residual"):
         problem, parts = few_cases.split(problem)
-    several = product.kind.startswith("several")
-    return problem, None, few_cases.run(problem, where, num_sms=8, several=several, parts=parts)
+    return problem, None, few_cases.run(problem, where, num_sms=8, parts=parts)
 
 
 def judge_product(product: Product, problem: Any, folded: Any, found: Any) -> list[Finding]:

@@ -185,8 +185,6 @@ def test_commands_of_figures_run_in_any_folder(path):
 def path_of(tile, strategy: str, direction: str) -> str:
     if strategy == "uncached":
         return "uncached"
-    if tile.path == "grid":
-        return "grid"
     if tile.bundle:
         return "bundle"
     if tile.stages:

@@ -84,17 +84,6 @@ struct Store {
     kept.bias.unpack_to(biases, 0.0f);
     store(row, col, values, weights, biases, present);
   }
-  // The same of a pack that leaves the L2 cache first.
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void store_once(long long row, long long col,
-                                             const Compute (&values)[pack_size],
-                                             const Kept<pack_size>& kept) const {
-    if constexpr (!is_same<Y, void>) {
-      Compute y_values[pack_size];
-      affine(values, kept, y_values);
-      store_pack_once<pack_size>(y + row * y_stride + col, repack<Y>(y_values));
-    }
-  }
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col,
                                         const Compute (&values)[pack_size],

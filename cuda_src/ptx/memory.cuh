@@ -3,10 +3,8 @@
 // PTX ISA: prefetch, cp.async (sm_80), ld.global.L1::no_allocate. There are C++ twins for the CPU.
 //
 // dynamic_smem()                   this block's dynamic shared memory, 128-byte aligned
-// prefetch(array, size)            called by one block: brings an array, or null, to the L2 cache;
-//                                  prefetch_line(address) brings one line
+// prefetch(array, size)            called by one block: brings an array, or null, to the L2 cache
 // async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
-// store_pack_once(address, pack)   stores what leaves the L2 cache first; so does leaves_first
 // async_commit()                   the copies since the last commit become a group
 // async_wait<pending>()            until at most `pending` groups of this thread are in flight
 // load_once(pack, at, is_there)    replaces a pack, if it is there, that nobody else reads
@@ -19,16 +17,9 @@ __device__ __forceinline__ void prefetch(const void*, long long) {}
 
 template <class T>
 __device__ __forceinline__ void prefetch(const T*, long long) {}
-template <int size, bool leaves_first = false, class T>
+template <int size, class T>
 __device__ __forceinline__ void async_copy(T* smem, const T* global) {
   store_pack<size>(smem, load_pack<size>(global));
-}
-template <int size, class T>
-__device__ __forceinline__ void store_pack_once(T* address, const Pack<T, size>& pack) {
-  store_pack<size>(address, pack);
-}
-__device__ __forceinline__ void prefetch_line(const void* address) {  // sanitizers check it
-  static_cast<void>(*static_cast<const volatile char*>(address));
 }
 __device__ __forceinline__ void async_commit() {}
 template <int pending>
@@ -44,29 +35,20 @@ __device__ __forceinline__ unsigned char* dynamic_smem() {
   extern __shared__ __align__(128) unsigned char smem[];
   return smem;
 }
-__device__ __forceinline__ void prefetch_line(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
 template <class T>
 __device__ __forceinline__ void prefetch(const T* array, long long size) {
   constexpr int line = 128 / sizeof(T);
   for (long long at = static_cast<long long>(threadIdx.x) * line; at < size;
        at += blockDim.x * line) {
-    prefetch_line(array + at);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(array + at));
   }
 }
 // Copies have 4, 8 or 16 bytes.
-template <int size, bool leaves_first = false, class T>
+template <int size, class T>
 __device__ __forceinline__ void async_copy(T* smem, const T* global) {
   constexpr int bytes = size * sizeof(T);
   const auto at = static_cast<unsigned>(__cvta_generic_to_shared(smem));
-  if constexpr (bytes == 16 && leaves_first) {
-    unsigned long long policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(at),
-                 "l"(global), "l"(policy)
-                 : "memory");
-  } else if constexpr (bytes == 16) {  // only these can bypass the L1 cache
+  if constexpr (bytes == 16) {  // only these can bypass the L1 cache
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
   } else if constexpr (bytes >= 4) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(global), "n"(bytes)
@@ -81,15 +63,6 @@ __device__ __forceinline__ void async_commit() {
 template <int pending>
 __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-template <int size, class T>
-__device__ __forceinline__ void store_pack_once(T* address, const Pack<T, size>& pack) {
-  if constexpr (sizeof(T) * size == 16) {
-    __stcs(reinterpret_cast<uint4*>(address),
-           make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]));
-  } else {
-    store_pack<size>(address, pack);
-  }
 }
 // Into the pack's own registers: a compiler that loads early would need others.
 template <class T>

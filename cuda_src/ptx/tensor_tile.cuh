@@ -3,7 +3,6 @@
 // tile_fetch_map(map)                       early: brings a map to its cache
 // tile_load(smem, map, col, row, barrier)   a tile from (row, col), 0 outside of the matrix, whose
 //                                           bytes the barrier counts
-// tile_load_once(...)                       the same, of what soon may leave the L2 cache
 // tile_load_to_both(...)                    the same into both blocks of a cluster, to each barrier
 // arrive_in(barrier, rank)                  one arrival at the barrier of a block of the cluster
 // tiles_smem()                              dynamic_smem(), 1024-byte aligned; all else: one thread
@@ -21,10 +20,6 @@ __device__ __forceinline__ void tile_fetch_map(const TensorMap&) {}
 __device__ __forceinline__ void tile_load(void* smem, const TensorMap& map, int col, int row,
                                           unsigned long long* barrier) {
   on_cpu::tile_load(smem, map.word, col, row, barrier, 1u << on_cpu::cluster_rank());
-}
-__device__ __forceinline__ void tile_load_once(void* smem, const TensorMap& map, int col, int row,
-                                               unsigned long long* barrier) {
-  tile_load(smem, map, col, row, barrier);
 }
 __device__ __forceinline__ void tile_load_to_both(void* smem, const TensorMap& map, int col,
                                                   int row, unsigned long long* barrier) {
@@ -45,16 +40,6 @@ __device__ __forceinline__ void tile_load(void* smem, const TensorMap& map, int 
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3}], [%4];" ::"r"(smem_address(smem)),
-      "l"(&map), "r"(col), "r"(row), "r"(smem_address(barrier))
-      : "memory");
-}
-__device__ __forceinline__ void tile_load_once(void* smem, const TensorMap& map, int col, int row,
-                                               unsigned long long* barrier) {
-  asm volatile(
-      "{\n.reg .b64 first;\n"
-      "createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], first;\n}" ::"r"(smem_address(smem)),
       "l"(&map), "r"(col), "r"(row), "r"(smem_address(barrier))
       : "memory");
 }

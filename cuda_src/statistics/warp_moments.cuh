@@ -49,37 +49,6 @@ __device__ __forceinline__ Moments<float> warp_moments(const float (&sample)[pac
   return corrected_moments(static_cast<float>(num_cols), found.first, found.sums);
 }
 
-// The same for values that come one pack after the other: each lane sums deviations from the mean
-// of its own first pack, its origin, and the lanes are combined at the end.
-struct LaneMoments {
-  float origin = 0;
-  Sum<float, 2> deviations{};
-
-  template <int pack_size>
-  __device__ __forceinline__ void add(const float (&values)[pack_size], bool first) {
-    if (first) {
-      const float value = usable_origin(values[0]);
-      origin = value + sum_of(values, value) * (1.0f / pack_size);
-    }
-    float centered_values[pack_size];
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - origin;
-    deviations.part[0] += squares_of(centered_values);
-    deviations.part[1] += sum_of(centered_values);
-  }
-  // The moments of all values of the warp. The lanes' means are compared with that of the first
-  // lane. num_own, num_of_warp: how many values there are; the first lane has one if another has.
-  __device__ __forceinline__ Moments<float> of_warp(float num_own, float num_of_warp) const {
-    const bool empty = num_own == 0;
-    const Moments<float> own = corrected_moments(empty ? 1.0f : num_own, origin, deviations);
-    const float first = __shfl_sync(0xffffffffu, own.part[1], 0);
-    const float distance = empty ? 0.0f : own.part[1] - first, weighed = num_own * distance;
-    const Sum<float, 2> of_lanes{{own.part[2] + weighed * distance, weighed}};
-    const Sum<float, 2> total = warp_reduce<32>(of_lanes);
-    return num_of_warp == 0 ? Moments<float>{} : corrected_moments(num_of_warp, first, total);
-  }
-};
-
 // The total of `count` parts in each of `lanes` lanes, to all of them. Moments are not merged in
 // pairs, which would take a division for each pair. An empty part has a count of 0.
 template <int lanes = 32, int count>

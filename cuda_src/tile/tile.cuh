@@ -17,7 +17,6 @@ enum class Path {
   staged,     // forward: as registers, by way of shared memory (staged_row.cuh)
   ring,       // the copy engine brings rows to a ring in shared memory (ring.cuh)
   bundle,     // the copy engine brings several rows as one piece to shared memory (bundle.cuh)
-  grid,       // groups of blocks share it in shared memory (grid_shape.cuh)
   uncached,   // threads load it again for each use
 };
 
@@ -26,16 +25,14 @@ struct Tile {
   int threads_per_row;       // threads of one block that share a row
   int packs_per_thread = 0;  // packs of a row that one thread keeps in registers
   int rows_per_block = 1;    // rows that one block works on at a time
-  int cluster_size = 1;      // blocks that share a row; path grid: of a group
+  int cluster_size = 1;      // blocks that share a row
   int blocks_per_sm = 1;  // blocks that must fit on a multiprocessor: bounds a thread's registers
   int exact = 0;          // 1: the row fills the registers, no pack lies beyond it
-  int stages = 0;         // rows or bundles that the copy engine fetches; path grid: slots
+  int stages = 0;         // rows or bundles that the copy engine fetches
   int bundle = 0;         // consecutive rows that make up one stage of a warp
   int early = 0;          // 1: weight and bias load with the row, before its statistics (forward)
   Path path = Path::registers;
 
-  // Blocks of a thread-block cluster; on path grid there are none.
-  constexpr int hardware_cluster_size() const { return path == Path::grid ? 1 : cluster_size; }
   constexpr int block_size() const { return threads_per_row * rows_per_block; }
   // Columns that fit the registers of the threads of a block that share a row.
   constexpr int cols() const { return pack_size * threads_per_row * packs_per_thread; }

@@ -52,8 +52,7 @@ class CpuMachine(Machine):
         sanitize: tuple[str, ...] = (),
         folder: Path | None = None,
     ) -> None:
-        # A block that shares its rows has hundreds of threads, each with a stack of its own.
-        self.device = replace(device, grid_blocks=min(device.grid_blocks, 16))
+        self.device = device
         self.seed = seed
         self.sanitize = sanitize
         self.folder = folder

@@ -43,7 +43,6 @@ PATHS = {
     "smem": ("registers do not hold the row", "smem_row.cuh", "backward_smem.cuh"),
     "staged": ("the next row arrives while one is written", "staged_row.cuh", ""),
     "ring": ("the next rows arrive while one is written", "forward_ring.cuh", "backward_ring.cuh"),
-    "grid": ("no cluster holds the row", "forward_grid.cuh", "backward_grid.cuh"),
     "uncached": ("nothing keeps the row", "uncached_row.cuh", "backward_uncached.cu"),
 }
 

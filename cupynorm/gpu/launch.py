@@ -21,7 +21,6 @@ from . import nvrtc
 _MAX_WORDS = 384  # two functors with all their arrays, forward and gradient (plan/functors.py)
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE: all blocks are resident at once
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CAPTURES_OVERLAPS = 12030  # the first CUDA version whose graphs support that attribute
 
@@ -112,7 +111,7 @@ class LoadedKernel:
             if launch.smem_bytes > 48 * 1024:
                 # The device's limit, because another plan of the same kernel may need more.
                 self.function.max_dynamic_shared_size_bytes = device(device_index).smem_per_block
-            if launch.tile.hardware_cluster_size > 8:
+            if launch.tile.cluster_size > 8:
                 driver.funcSetAttribute(
                     self.function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
                 )
@@ -120,8 +119,6 @@ class LoadedKernel:
         sizes = (launch.grid_size, 1, 1, launch.block_size, 1, 1, launch.smem_bytes)
         if launch.overlaps and nvrtc.cupy().cuda.runtime.driverGetVersion() >= _CAPTURES_OVERLAPS:
             self.launch = _launch_with(_PROGRAMMATIC_STREAM_SERIALIZATION, pointer, sizes)
-        elif launch.tile.path == "grid":
-            self.launch = _launch_with(_COOPERATIVE, pointer, sizes)
         else:
             self.launch = partial(driver.launchKernel, pointer, *sizes)
         self.format: struct.Struct | None = None

@@ -85,7 +85,7 @@ def layer_norm_linear(
         the folded weight, as large as weight, is cached until a parameter changes:
         cupynorm.linear.fold.cached_fold. "kernel" computes the same in one kernel: torch tensors in
         16 bits on a GPU of compute capability 9.0. Its limits: cupynorm.plan.products.why_not; for
-        few rows, that of few_products or several_products. Other calls take the plain path.
+        few rows, that of few_products. Other calls take the plain path.
 
     Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum)
     with those that were requested.

@@ -1,9 +1,8 @@
-"""torch: the norm and the product of few rows in one kernel.
+"""torch: the norm and the product of one or two rows in one kernel (cuda_src/norm_linear_few.cu).
 
-One or two rows: cuda_src/norm_linear_few.cu, 3 to 16: norm_linear_several.cu. Both normalise the
-rows, or their sums with a residual, in shared memory, and read the weight once. With fused="kernel"
-they compute what they can, by default what they are measured to be faster at: calls without
-gradients that plan.product_choice chooses. Other calls take the plain path.
+It normalises the rows, or their sums with a residual, in shared memory, and reads the weight once.
+With fused="kernel" it computes what it can, by default what it is measured to be faster at: calls
+without gradients that plan.product_choice chooses. Other calls take the plain path.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays, launch
-from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
 from ..norm.prepared import FOR_Y
-from ..plan import few_products, product_choice, several_products
+from ..plan import few_products, product_choice
 from ..plan.products import NormLinearProblem
 from .call import LinearCall, check_eps
 
@@ -30,19 +28,6 @@ class FewRowsLaunch(NamedTuple):
 
     enqueue: Callable[[int, tuple], None]
     words: Callable[[int, tuple[int, ...]], tuple[int | float, ...]]
-
-
-def _several_words(
-    problem: NormLinearProblem,
-    plan: several_products.SeveralRowsPlan,
-    eps: float,
-    weight: int,
-    addresses: tuple[int, ...],
-) -> tuple[int | float, ...]:
-    _, in_features, out_features, dtype, *_ = problem
-    row_bytes = in_features * 2
-    tiles = tensor_map(weight, out_features, in_features, row_bytes, dtype, plan.loaded)
-    return several_products.several_words(tiles, addresses, problem, plan, eps)
 
 
 @lru_cache(maxsize=1024)
@@ -55,7 +40,7 @@ def _prepared(
     *,
     if_faster: bool,
 ) -> FewRowsLaunch | None:
-    """None where no kernel fits. sizes: num_rows, in_features, out_features.
+    """None where the kernel does not fit. sizes: num_rows, in_features, out_features.
 
     dtypes: of the product, norm_weight and norm_bias. flags: centered, zero_centered_weight.
     if_faster: None also where the plain path is as fast.
@@ -63,27 +48,22 @@ def _prepared(
     device = launch.device(device_index)
     names = [None if each is None else name_of(each) for each in dtypes]
     problem = NormLinearProblem(*sizes, *names, *flags)
-    planner = few_products if sizes[0] <= few_products.MOST_ROWS else several_products
     if if_faster and not product_choice.choose(device, problem).takes_kernel:
         return None
-    if planner.why_not(device, problem.dtype, sizes) is not None:
+    if few_products.why_not(device, problem.dtype, sizes) is not None:
         return None
-    if planner is few_products:
-        plan = few_products.few_launch(device, problem)
-        words = partial(few_products.few_words, problem=problem, plan=plan, eps=eps)
-    else:
-        plan = several_products.several_launch(device, problem)
-        words = partial(_several_words, problem, plan, eps)
+    plan = few_products.few_launch(device, problem)
+    words = partial(few_products.few_words, problem=problem, plan=plan, eps=eps)
     return FewRowsLaunch(launch.load(plan.launch, device_index).enqueue, words)
 
 
 def fits(call: LinearCall) -> bool:
-    """Whether the kernels take tensors of these numbers of rows, dtypes and layouts.
+    """Whether the kernel takes tensors of these numbers of rows, dtypes and layouts.
 
-    They load 16 bytes at once of all but the linear bias.
+    It loads 16 bytes at once of all but the linear bias.
     """
     (x, residual, norm_weight, norm_bias, weights, biases), options = call
-    if not 0 < x.numel() <= several_products.MOST_ROWS * x.shape[-1]:
+    if not 0 < x.numel() <= few_products.MOST_ROWS * x.shape[-1]:
         return False
     if residual is not None and (residual.shape, residual.device) != (x.shape, x.device):
         return False

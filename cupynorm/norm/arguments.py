@@ -453,7 +453,4 @@ def _backward_words(
     partials = [0, 0, 0]
     if plan.num_partials:
         partials = _partial_words(problem, plan)
-    elif plan.writes_sums:
-        names = (("dweight", problem.dweight), ("dbias", problem.dbias))
-        partials = [*(Address(name) if wanted else 0 for name, wanted in names), 0]
     return [*words, Address("mean"), Address("rstd"), *partials, x.num_rows, x.num_cols]

@@ -40,13 +40,6 @@ def can_bundle(problem: Problem, device: Device) -> bool:
     return plain and device.compute_capability >= 90
 
 
-def can_share_grid(problem: Problem) -> bool:
-    """Whether all blocks of a grid can share rows. Asynchronous copies have 4 to 16 bytes."""
-    plain = problem.compute == "float32" and problem.extras <= {"wide"}
-    copied = all(4 <= problem.widest_pack * size <= 16 for size in streamed(problem))
-    return plain and copied and bool(problem.forward or problem.dx)
-
-
 def is_only_quantized(problem: Problem) -> bool:
     """Whether it is forward of 16-bit rows to 8 bits in packs of 16 bytes, with nothing fused."""
     aligned = problem.widest_pack == 8 and problem.itemsize == 2

@@ -26,7 +26,6 @@ class Device:
     clusters: pairs of a size (2, 4, 8 or 16 blocks) and how many such clusters are resident at once
         with one block a multiprocessor; empty if the device has no clusters. Further clusters run
         in a second wave.
-    grid_blocks: the most blocks of a resident grid whose blocks share rows.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Device:
     threads_per_sm: int
     clusters: tuple[tuple[int, int], ...] = ()
     registers_per_sm: int = 65536
-    grid_blocks: int = 256
 
     def __post_init__(self) -> None:
         counts = {name: value for name, value in vars(self).items() if name not in _NOT_COUNTS}

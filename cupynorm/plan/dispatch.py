@@ -18,15 +18,12 @@ from .abilities import scales_at_once
 from .devices import Device
 from .few_rows import for_few_rows, in_one_launch
 from .grids import (
-    blocks_of_groups,
     grid_size,
-    has_one_group,
     parameters_launch,
     shares_of_first,
 )
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
 from .measured_tiles import measured_tile
-from .paths import uncached_tile
 from .problem import Problem, Tile, sums_dx
 from .strategies import STRATEGIES, check_choice
 from .tile_checks import check_path, check_tile
@@ -47,11 +44,9 @@ def choose(
 ) -> Choice:
     """The kernel for a problem. Raises ValueError if a given strategy, tile or statistics does not
     fit."""
-    # Blocks of path grid exchange sums once.
-    excludes_grid = problem.forward and statistics == "two_pass"
     if tuned is not None and strategy is None and tile is None:
         tuned_choice = tuned(problem, device)
-        if tuned_choice and not (excludes_grid and tuned_choice[1].path == "grid"):
+        if tuned_choice:
             strategy, tile, reason = tuned_choice
             return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
     check_choice(strategy, statistics)
@@ -64,31 +59,17 @@ def choose(
     else:
         name, reason = strategy, "as asked for"
         chosen = _forced_tile(problem, device, strategy, tile)
-    if chosen.path == "grid" and excludes_grid:
-        if strategy is not None:
-            raise ValueError(
-                "statistics is 'two_pass'; expected 'welford' or None, because all blocks share "
-                "these rows and exchange sums once"
-            )
-        name, chosen = "uncached", uncached_tile(problem, device)
-    one_pass = chosen.path in ("grid", "uncached")
-    statistics = statistics or ("welford" if one_pass else "two_pass")
+    statistics = statistics or ("welford" if chosen.path == "uncached" else "two_pass")
     smem_bytes = smem_bytes_of(problem, chosen, name)
     resident = chosen.blocks_per_sm
     if smem_bytes:
         resident = min(resident, device.smem_per_sm // (smem_bytes + RESERVED_BYTES))
-    writes_sums = not problem.forward and has_one_group(problem, chosen, device)
-    amax_kernel, kernel = _row_kernels(problem, name, chosen, statistics, writes_sums)
-    if chosen.path == "grid":  # its warps exchange registers
-        kernel = replace(kernel, architecture=f"sm_{device.compute_capability}a")
+    amax_kernel, kernel = _row_kernels(problem, name, chosen, statistics)
     parameters_tile = parameters_kernel = None
-    if not (problem.forward or writes_sums):
+    if not problem.forward:
         has_partials = keeps_sums(problem, chosen)
         dx_sum = problem.dx_sum if sums_dx(problem, chosen) else None
-        groups = device.num_sms // chosen.cluster_size if chosen.path == "grid" else 16
-        parameters_tile, parameters_kernel = parameters_instance(
-            problem, has_partials, dx_sum, most_rows=groups
-        )
+        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials, dx_sum)
     return Choice(
         name,
         chosen,
@@ -133,7 +114,7 @@ def _forced_tile(problem: Problem, device: Device, strategy: str, tile: Tile | N
 
 
 def _row_kernels(
-    problem: Problem, strategy: str, tile: Tile, statistics: str, writes_sums: bool
+    problem: Problem, strategy: str, tile: Tile, statistics: str
 ) -> tuple[Kernel | None, Kernel | None]:
     """The kernel that first finds amaxes, if one launch cannot; and the kernel of rows.
 
@@ -146,9 +127,7 @@ def _row_kernels(
         return amax, write
     if problem.forward or problem.dx or problem.recomputed or strategy != "uncached":
         step = "write" if problem.scaling == "given" and not problem.amax else "all"
-        return None, row_instance(
-            problem, strategy, tile, statistics, step, writes_sums=writes_sums
-        )
+        return None, row_instance(problem, strategy, tile, statistics, step)
     return None, None
 
 
@@ -239,11 +218,6 @@ class Plan:
     bytes_needed: int
     reason: str
 
-    @property
-    def writes_sums(self) -> bool:
-        """Path grid, backward: whether the kernel writes dweight and dbias, not partial sums."""
-        return self.tile.path == "grid" and len(self.launches) == 1
-
     def _facts(self) -> list[tuple[str, str]]:
         norm = "layer_norm" if self.problem.centered else "rms_norm"
         tensors = ", ".join(
@@ -272,7 +246,7 @@ class Plan:
         lines += [(role, f"functor {each}") for role, each in functors if each]
         for launch in self.launches:
             shape = f"grid {launch.grid_size} x block {launch.block_size}"
-            if launch.tile.hardware_cluster_size > 1:
+            if launch.cluster_size > 1:
                 shape += f" in clusters of {launch.cluster_size}"
             lines.append(
                 (launch.kernel.source, f"{shape}, {launch.smem_bytes} bytes of shared memory")
@@ -311,11 +285,6 @@ def make_plan(
     if tile is not None and strategy in STRATEGIES:
         check_path(strategy, tile.of_strategy(strategy, problem.forward))
     choice = choose(problem, device, strategy, tile, statistics)
-    if strategy is None and choice.tile.path == "grid":
-        if not blocks_of_groups(choice.tile, device, sm_margin):
-            left, blocks = device.num_sms - sm_margin, choice.tile.cluster_size
-            reason = f"{left} multiprocessors are too few for groups of {blocks} blocks"
-            choice = replace(choose(problem, device, "uncached", None, statistics), reason=reason)
     if choice.by_dispatch:
         choice = _for_rows(choice, problem, device, num_rows, statistics)
     if not 0 <= sm_margin < device.num_sms:
@@ -383,11 +352,7 @@ def _launches(
         ]
     if choice.parameters_kernel is not None:
         # Its blocks start while the partial sums are written, which hides the launch.
-        overlaps = (
-            keeps_sums(problem, choice.tile)
-            and choice.tile.path != "grid"
-            and device.compute_capability >= 90
-        )
+        overlaps = keeps_sums(problem, choice.tile) and device.compute_capability >= 90
         most_blocks = None
         if sm_margin:
             most_blocks = (device.num_sms - sm_margin) * choice.parameters_tile.blocks_per_sm
@@ -429,8 +394,6 @@ def _bytes_moved(choice: Choice, problem: Problem, num_rows: int, num_partials: 
         else:
             again = 1 if problem.dx else bool(problem.recomputed) - 1
             moved += again * row_elements * (x_bytes + dy_bytes)
-    if choice.tile.path == "grid" and not choice.tile.stages:
-        moved += row_elements * (x_bytes + dy_bytes)
     if not (problem.forward or keeps_sums(problem, choice.tile)):
         reads_dy = problem.dweight or problem.dbias
         moved += row_elements * (x_bytes * bool(problem.dweight) + dy_bytes * bool(reads_dy))

@@ -29,9 +29,6 @@ _RESIDENT_TENSOR = 14
 # stay resident: they are slow to start.
 _QUEUED_RING_BYTES, _QUEUED_QUANTIZED_BYTES, _QUEUED_CLUSTER_SIZE = 256 * 1024, 1024 * 1024, 2
 
-# Path grid: the most groups of blocks that share a row.
-MOST_GRID_GROUPS = 16
-
 # Turns that a warp with bundles takes before its block ends.
 _BUNDLE_TURNS = 4
 
@@ -105,24 +102,6 @@ def shares_of_first(
     return (num_first, rows_of_first) if rows_of_first >= _FEWEST_ROWS_OF_FIRST else (0, 0)
 
 
-def blocks_of_groups(tile: Tile, device: Device, sm_margin: int) -> int:
-    """Path grid: the blocks of all groups that fit, one block on each multiprocessor.
-
-    0 if two such launches would fit together: they use the same words in global memory.
-    """
-    left = min(device.num_sms - sm_margin, device.grid_blocks)
-    blocks = min(left // tile.cluster_size, MOST_GRID_GROUPS) * tile.cluster_size
-    return blocks if 2 * blocks > min(device.num_sms, device.grid_blocks) else 0
-
-
-def has_one_group(problem: Problem, tile: Tile, device: Device) -> bool:
-    """Path grid, backward: whether one group has all rows, and reads them once. Its sums are
-    dweight and dbias then."""
-    same = problem.dweight == problem.dbias or not (problem.dweight and problem.dbias)
-    blocks = min(device.num_sms, device.grid_blocks)
-    return tile.path == "grid" and bool(tile.stages) and same and 2 * tile.cluster_size > blocks
-
-
 def grid_size(
     choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int
 ) -> int:
@@ -134,15 +113,6 @@ def grid_size(
     tile = choice.tile
     groups = ceil_div(num_rows, tile.rows_per_block)
     most = (2**31 - 1) // tile.cluster_size
-    if tile.path == "grid":
-        blocks = blocks_of_groups(tile, device, sm_margin)
-        if not blocks:
-            raise ValueError(
-                f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors "
-                f"of {device.name}, too few for groups of {tile.cluster_size} blocks that share a "
-                "row: they need more than half of all"
-            )
-        return blocks
     if tile.cluster_size > 1:
         clusters = dict(device.clusters)[tile.cluster_size]
         left = clusters - ceil_div(sm_margin * clusters, device.num_sms)

@@ -4,7 +4,7 @@ Pure Python, no GPU needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..dtypes import DTYPES, ELEMENTS
 from .functors import struct_text
@@ -32,7 +32,7 @@ class Launch:
 
     overlaps: whether it may start before the previous launch has ended (programmatic dependent
     launch). The kernel itself waits for the end.
-    cluster_size: blocks that share a row; on path "grid" they are no thread-block cluster.
+    cluster_size: blocks that share a row.
     num_first, rows_of_first: forward, the first num_first blocks take rows_of_first rows each, and
     the others share the rest (cuda_src/tile/turns.cuh).
     num_row_blocks: of backward_few.cu, the blocks that have rows. The others have columns.
@@ -137,11 +137,8 @@ def row_instance(
     tile: Tile,
     statistics: str,
     step: str = "all",
-    *,
-    writes_sums: bool = False,
 ) -> Kernel:
-    """The instance of the strategy's kernel for a problem. writes_sums: dweight and dbias, not
-    partial sums."""
+    """The instance of the strategy's kernel for a problem."""
     zero_centered = cpp_bool(problem.zero_centered)
     factor = f"{cpp_name(problem.row_scale)}, {cpp_bool(problem.dropout)}"
     load_x = load_x_name(problem)
@@ -181,8 +178,6 @@ def row_instance(
         arguments = f"{row_arguments(problem)}, {gradients}, {cpp_bool(problem.centered)}"
     name = f"{problem.direction}_{strategy}"
     arguments += f", {tile.cpp}"
-    if writes_sums:
-        arguments += f", {cpp_name(problem.dweight or problem.dbias)}"
     return Kernel(f"{name}.cu", f"{name}<{arguments}>", functor_structs(problem))
 
 
@@ -208,24 +203,21 @@ def row_arguments(problem: Problem) -> str:
 
 
 def parameters_instance(
-    problem: Problem, has_partials: bool, dx_sum: str | None = None, *, most_rows: int = 16
+    problem: Problem, has_partials: bool, dx_sum: str | None = None
 ) -> tuple[Tile | None, Kernel | None]:
     """The kernel that sums dweight and dbias, from partial rows or from x and dy. dx_sum: its
-    dtype, where that is summed too. most_rows: partial rows at most, or more than 16."""
+    dtype, where that is summed too."""
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
     # Partial rows are few, so units of one cache line spread the columns over more multiprocessors.
-    is_wide = problem.num_cols >= 16384 or most_rows < 16
+    is_wide = problem.num_cols >= 16384
     lanes = 32 if not has_partials or is_wide else 8
     # Four float64 divisions at a time, with y, or functors need more than the 64 registers of two
     # blocks.
     is_tight = problem.y or problem.load or problem.store
     blocks_per_sm = 1 if is_tight and not has_partials else 2
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=blocks_per_sm)
-    if most_rows < 16:
-        rows_per_block = 1 << (most_rows - 1).bit_length()
-        tile = replace(tile, rows_per_block=rows_per_block, blocks_per_sm=32 // rows_per_block)
     compute = cpp_name(problem.compute)
     if not has_partials:
         loads = f"{load_x_name(problem)}, {load_dy_name(problem)}"

@@ -207,7 +207,7 @@ def measured_tile(problem: Problem, device: Device) -> tuple[str, Tile, str] | N
 def _runs_the_same(device: Device, known: Device) -> bool:
     """Whether a device, which may be a user's, runs every tile that a known one runs."""
     sizes = [[size for size, _ in each.clusters] for each in (device, known)]
-    counts = {name: getattr(device, name) for name in ("num_sms", "grid_blocks", "clusters")}
+    counts = {name: getattr(device, name) for name in ("num_sms", "clusters")}
     return sizes[0] == sizes[1] and device == replace(known, **counts)
 
 

@@ -12,13 +12,12 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from .abilities import can_bundle, can_ring, can_share_grid, is_only_quantized, streamed
+from .abilities import can_bundle, can_ring, is_only_quantized, streamed
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
     blocks_that_fit,
     fits_smem,
-    grid_block,
     registers_of_thread,
     shaped,
     smem_bytes_of,
@@ -61,14 +60,6 @@ _BUNDLE_ELEMENTS = {
     "forward": {1: 64, 8: 20, 16: 32, 32: 80},
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
-
-# Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes of all
-# tensors. Otherwise all.
-_GRID_SLICE_BYTES = 64 * 1024
-# Threads of a block, and the most packs of a row that each takes, because its code for one pack
-# follows that for another. The fewest blocks.
-_GRID_THREADS, _FEWEST_GRID_BLOCKS = {384: 32, 640: 36}, 16
-_MOST_GRID_COLS = 2**30  # columns are ints
 
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
 # many cache lines twice.
@@ -156,27 +147,6 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
         if smem_bytes_of(problem, tile, "cluster") <= device.smem_per_block:
             return tile
     return None
-
-
-def grid_tile(problem: Problem, device: Device) -> Tile | None:
-    """Rows that groups of blocks share, with as many stages as fit."""
-    if not can_share_grid(problem):
-        return None
-    row_bytes = problem.num_cols * sum(streamed(problem))
-    most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    blocks = _FEWEST_GRID_BLOCKS
-    while blocks < most and row_bytes > blocks * _GRID_SLICE_BYTES:
-        blocks *= 2
-    for threads, most_packs in _GRID_THREADS.items():
-        tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
-        block = grid_block(problem, tile)
-        packs, stages = block.packs, block.most_stages
-        tile = replace(tile, packs_per_thread=packs, exact=int(block.exact), stages=stages)
-        if not fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
-            return None
-        if stages and packs <= most_packs:
-            return tile
-    return replace(tile, stages=0) if problem.num_cols <= _MOST_GRID_COLS else None
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:

@@ -16,10 +16,10 @@ from .functors import Fused
 PATHS_OF_STRATEGY = {
     "warp": ("registers", "bundle"),
     "block": ("registers", "smem", "staged", "ring"),
-    "cluster": ("registers", "smem", "ring", "grid"),
+    "cluster": ("registers", "smem", "ring"),
     "uncached": ("uncached",),
 }
-PATHS = ("registers", "smem", "staged", "ring", "bundle", "grid", "uncached")
+PATHS = ("registers", "smem", "staged", "ring", "bundle", "uncached")
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,12 @@ class Tile:
 
     pack_size: elements moved by one memory instruction.
     threads_per_row: threads of one block that share a row.
-    packs_per_thread: packs of a row that one thread keeps in registers, else 0; on path "grid", all
-    that it has of a row.
+    packs_per_thread: packs of a row that one thread keeps in registers, else 0.
     rows_per_block: rows that a block works on at a time.
-    cluster_size: blocks that share a row; on path "grid" a group of the launch.
+    cluster_size: blocks that share a row.
     blocks_per_sm: blocks that must fit on a multiprocessor, which bounds the registers of a thread.
     exact: 1 if the row fills the registers, so that no pack is beyond its end.
-    stages: rows or bundles in shared memory that the copy engine fetches; on path "grid" slots of
-    one or two packs of each thread; 0 if threads load them.
+    stages: rows or bundles in shared memory that the copy engine fetches; 0 if threads load them.
     bundle: consecutive rows that make up one stage of a warp; 0 if a stage is one row.
     early: forward, 1 if weight and bias are loaded with the row, before its statistics; else 0.
     path: how a row travels, one of PATHS. None in a caller's tile means that of_strategy derives it
@@ -76,11 +74,6 @@ class Tile:
         return self.pack_size * self.threads_per_row * self.packs_per_thread
 
     @property
-    def hardware_cluster_size(self) -> int:
-        """Blocks of a thread-block cluster: 1 without one."""
-        return 1 if self.path == "grid" else self.cluster_size
-
-    @property
     def cpp(self) -> str:
         words = {each.name: getattr(self, each.name) for each in fields(self)}
         path = words.pop("path")
@@ -95,7 +88,6 @@ class Tile:
             "staged": "registers, the next row staged in shared memory",
             "ring": f"ring of {self.stages} row{'s' * (self.stages > 1)}",
             "bundle": f"{self.stages} bundles of {self.bundle} rows for each warp",
-            "grid": f"shared memory of {self.cluster_size} blocks, {self.stages} slots",
             "uncached": "uncached, the row is read again",
         }
         return words.get(self.path, "registers")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from . import few_products, products, several_products
+from . import few_products, products
 from .devices import Device
 from .products import NormLinearProblem
 
@@ -39,7 +39,7 @@ def choose(
     sm_margin: multiprocessors that it leaves free.
     """
     num_rows = problem.num_rows
-    if num_rows > several_products.MOST_ROWS:
+    if num_rows > few_products.MOST_ROWS:
         reason = products.why_not(device, problem.dtype, problem.sizes)
         if reason is None and residual:
             reason = "the norm's kernel on the plain path also adds the residual"
@@ -48,12 +48,11 @@ def choose(
         reason = reason or _why_not_folded(problem)
         source = "norm_linear.cu, with a fold in each call,"
     else:
-        planner = few_products if num_rows <= few_products.MOST_ROWS else several_products
-        reason = planner.why_not(device, problem.dtype, problem.sizes)
-        source = planner.SOURCE
+        reason = few_products.why_not(device, problem.dtype, problem.sizes)
+        source = few_products.SOURCE
         if reason is None and gradients:
             reason = f"{source} is chosen for calls without gradients"
-        elif reason is None and not planner.is_faster(device, problem.sizes):
+        elif reason is None and not few_products.is_faster(device, problem.sizes):
             reason = f"{source} is not measured to be faster for {_sizes_of(problem)}"
     if reason is not None:
         return Choice(False, reason)

@@ -15,7 +15,6 @@ from .paths import (
     bundle_tile,
     cluster_tile,
     filled,
-    grid_tile,
     in_flight,
     lanes_tile,
     ring_tile,
@@ -33,10 +32,6 @@ _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 5
 # The widest row of a ring in one block, in columns. A cluster uses its registers better for wider
 # rows, and forward for single elements, whose parameters take a register each.
 _COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
-
-# Forward, the fewest columns for a grid where a cluster has room too, by itemsize
-# and by whether the mean is subtracted.
-_GRID_FROM = {2: {True: 352 << 10, False: (384 << 10) + 1}, 4: {True: 1 << 18, False: 1 << 18}}
 
 
 @dataclass(frozen=True)
@@ -78,11 +73,6 @@ def _ring_in_block_is_faster(problem: Problem) -> bool:
     return problem.num_cols <= (_COLS_OF_FULL_BLOCK if full else _COLS_OF_BLOCK)
 
 
-def _grid_is_faster(problem: Problem) -> bool:
-    """Whether rows that all blocks share beat rows that a cluster keeps, if both fit."""
-    return problem.forward and problem.num_cols >= _GRID_FROM[problem.itemsize][problem.centered]
-
-
 # Each strategy tries its paths (docs/dispatch.md) in an order of its own.
 
 
@@ -121,15 +111,10 @@ def _cluster_sizes(device: Device) -> tuple[int, ...]:
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
-    """A ring if one fits, else registers or shared memory, else a grid; or a grid before these."""
+    """A ring if one fits, else registers or shared memory."""
     sizes = _cluster_sizes(device)
     ring = ring_tile(problem, device, sizes)
-    if ring is not None:
-        return ring
-    grid = grid_tile(problem, device) if sizes else None
-    if grid is not None and _grid_is_faster(problem):
-        return grid
-    return cluster_tile(problem, device) or smem_tile(problem, device, sizes) or grid
+    return ring or cluster_tile(problem, device) or smem_tile(problem, device, sizes)
 
 
 STRATEGIES = {
@@ -149,7 +134,7 @@ STRATEGIES = {
         ),
         Strategy(
             "cluster",
-            "in the registers or shared memory of a thread-block cluster, or of all blocks",
+            "in the registers or shared memory of a thread-block cluster",
             _cluster_tile,
             first_capability=90,
         ),
@@ -163,7 +148,7 @@ Examples:
     ...     print(name, strategy.kept_in, sep=': ')
     warp: in the registers of a warp, or of part of one
     block: in one block's registers or shared memory
-    cluster: in the registers or shared memory of a thread-block cluster, or of all blocks
+    cluster: in the registers or shared memory of a thread-block cluster
     uncached: nowhere: it is read again
 """
 

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .abilities import can_bundle, can_ring, can_share_grid
+from .abilities import can_bundle, can_ring
 from .devices import Device
-from .grids import MOST_GRID_GROUPS, blocks_of_groups
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
 from .tile_model import (
-    GRID_EXCHANGERS,
-    grid_block,
     smem_bytes_of,
 )
 
@@ -22,10 +19,10 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
     _check_threads(problem, strategy, tile)
     _check_blocks_of_row(problem, strategy, tile, device)
     in_registers = strategy == "warp" or (strategy == "block" and not problem.forward)
-    in_registers = in_registers or tile.path not in ("smem", "grid", "uncached")
+    in_registers = in_registers or tile.path not in ("smem", "uncached")
     if in_registers:
         _check_registers(problem, strategy, tile)
-    elif tile.packs_per_thread and tile.path != "grid":
+    elif tile.packs_per_thread:
         raise ValueError(
             f"tile has packs_per_thread {tile.packs_per_thread}; "
             "expected 0: here the row is not kept in registers"
@@ -44,7 +41,7 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         )
     if tile.path == "bundle":
         _check_bundle(problem, strategy, tile, device)
-    elif tile.path != "grid":
+    else:
         _check_stages(problem, strategy, tile, device)
     check_path(strategy, tile)
     smem_bytes = smem_bytes_of(problem, tile, strategy)
@@ -87,9 +84,7 @@ def _check_threads(problem: Problem, strategy: str, tile: Tile) -> None:
 
 def _check_blocks_of_row(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
     """The blocks that share a row."""
-    if tile.path == "grid" and strategy == "cluster":
-        _check_grid(problem, tile, device)
-    elif strategy == "cluster" and tile.cluster_size not in dict(device.clusters):
+    if strategy == "cluster" and tile.cluster_size not in dict(device.clusters):
         sizes = ", ".join(str(size) for size, _ in device.clusters)
         raise ValueError(
             f"tile has cluster_size {tile.cluster_size}; expected one of {sizes}, "
@@ -126,12 +121,11 @@ def _check_registers(problem: Problem, strategy: str, tile: Tile) -> None:
 
 
 def _check_exact(problem: Problem, tile: Tile, in_registers: bool) -> None:
-    cols = grid_block(problem, tile).cols if tile.path == "grid" else tile.cols
-    fills = cols * tile.cluster_size == problem.num_cols and (in_registers or tile.path == "grid")
+    fills = tile.cols * tile.cluster_size == problem.num_cols and in_registers
     if tile.exact not in (0, 1) or (tile.exact and not fills):
         raise ValueError(
-            f"tile has exact {tile.exact}; expected 1 for a row that fills the {cols} columns "
-            "of the registers, or on path grid of the threads, else 0"
+            f"tile has exact {tile.exact}; expected 1 for a row that fills the {tile.cols} "
+            "columns of the registers, else 0"
         )
 
 
@@ -167,7 +161,7 @@ def check_path(strategy: str, tile: Tile) -> None:
         raise ValueError(
             f"tile has path {tile.path!r}; expected one of {paths} for strategy {strategy!r}"
         )
-    if tile.stages and tile.path not in ("staged", "ring", "bundle", "grid"):
+    if tile.stages and tile.path not in ("staged", "ring", "bundle"):
         raise ValueError(f"tile has stages {tile.stages}; expected 0: path {tile.path!r} has none")
     if not tile.stages and tile.path in ("staged", "ring", "bundle"):
         raise ValueError(f"tile has path {tile.path!r} and stages 0; expected 1 or more stages")
@@ -176,37 +170,9 @@ def check_path(strategy: str, tile: Tile) -> None:
     by_counts = [
         replace(tile, path=None).of_strategy(strategy, each).path for each in (True, False)
     ]
-    if tile.path not in by_counts and tile.path != "grid":
+    if tile.path not in by_counts:
         raise ValueError(
             f"tile has path {tile.path!r}; expected {by_counts[0]!r}, which its counts describe"
-        )
-
-
-def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
-    """The rules of check_tile for path "grid"."""
-    are_resident = tile.cluster_size > 0 and blocks_of_groups(tile, device, 0)
-    if not are_resident or tile.blocks_per_sm != 1:
-        raise ValueError(
-            f"tile has cluster_size {tile.cluster_size} and blocks_per_sm {tile.blocks_per_sm}; "
-            "expected groups of blocks that are all resident, one block on each of more than half "
-            f"of {device.num_sms} multiprocessors, and at most {MOST_GRID_GROUPS} groups"
-        )
-    fewest = 32 * (GRID_EXCHANGERS + 1)
-    if tile.threads_per_row < fewest:
-        raise ValueError(
-            f"tile has threads_per_row {tile.threads_per_row}; expected {fewest} or more: "
-            f"{GRID_EXCHANGERS} warps have no columns"
-        )
-    block = grid_block(problem, tile)
-    if tile.packs_per_thread != block.packs or 0 < tile.stages < block.fewest_stages:
-        raise ValueError(
-            f"tile has packs_per_thread {tile.packs_per_thread} and stages {tile.stages}; expected "
-            f"{block.packs} packs, all of a row, and no stages or {block.fewest_stages} or more"
-        )
-    if not can_share_grid(problem):
-        raise ValueError(
-            "tile has path 'grid'; it needs float32 arithmetic, packs of 4 to 16 bytes, dx if "
-            "backward, and nothing that is fused with the norm"
         )
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 from ..dtypes import DTYPES
 from .abilities import is_only_quantized, streamed
@@ -21,11 +20,6 @@ from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 
 RESERVED_BYTES = 1024  # of shared memory, which the hardware takes for each block
-
-# Path grid: warps of a block that exchange sums, slots for them, their registers, all the shared
-# memory of a block, and the fewest stages.
-GRID_EXCHANGERS, _GRID_SLOTS, _EXCHANGER_REGISTERS = 4, 8, 56
-_GRID_BYTES, _FEWEST_GRID_STAGES = 227 * 1024, 4
 
 
 def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
@@ -71,62 +65,6 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
     return max(num_warps * tile.stages * (parts * sum(images) + 8), sums)
 
 
-class GridBlock(NamedTuple):
-    """One block of path "grid", as in grid_shape.cuh, grid_words.cuh and grid_sums.cuh.
-
-    packs, cols: of a row, of one worker and of all. exact: whether no pack is beyond the row's end.
-    exchange_bytes, stage_bytes: shared memory for the exchange, and for one stage.
-    fewest_stages: with which a row is read once.
-    most_stages: how many fit beside the parameters that are not in registers. If too few are left
-        for a row and a half, parameters have no room. 0 if a row does not fit, or if its sums of
-        dweight and dbias do not fit in registers: then each row is read twice.
-    """
-
-    packs: int
-    cols: int
-    exact: bool
-    exchange_bytes: int
-    stage_bytes: int
-    fewest_stages: int
-    most_stages: int
-
-    def bytes_of(self, stages: int) -> int:
-        """Shared memory without parameters."""
-        return self.exchange_bytes + stages * self.stage_bytes
-
-
-def grid_block(problem: Problem, tile: Tile) -> GridBlock:
-    """The block of a tile with a pack_size, threads_per_row and cluster_size."""
-    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    at_once = 2 if workers <= 256 else 1  # packs in one step: few warps need more
-    step_cols = at_once * tile.pack_size * workers
-    steps = max(1, ceil_div(cols_of_slice(problem, tile), step_cols))
-    packs, cols = steps * at_once, steps * step_cols
-    exact = cols * tile.cluster_size == problem.num_cols
-    parts = (3 if problem.centered else 1) if problem.forward else 2
-    exchange_bytes = ceil_div(_GRID_SLOTS * (parts * (workers // 32 + 1) * 4 + 16), 16) * 16
-    stage_bytes = step_cols * sum(streamed(problem))
-    # Registers of a thread for sums and parameters: all but those for one step.
-    groups = ceil_div(tile.threads_per_row, 128)  # of four warps
-    registers = 512 // groups // 8 * 8
-    if workers % 128 == 0 and workers >= 256:
-        after_gift = (registers * groups - _EXCHANGER_REGISTERS) // (groups - 1) // 8 * 8
-        registers = max(registers, after_gift)
-    spare = registers - (96 if at_once == 2 else 80)
-    sums = packs * tile.pack_size * (0 if problem.forward else problem.num_sums)
-    sums_fit = sums <= spare
-    names = [problem.weight] + [problem.bias] * problem.forward
-    pack_bytes = tile.pack_size * sum(DTYPES[name].itemsize for name in names if name)
-    spare += 16 * (packs * pack_bytes <= 4 * (spare + 16)) if problem.forward else 16 * exact - 24
-    parameters = packs - min(packs, max(spare - sums, 0) * 4 // max(pack_bytes, 1))
-    room = _GRID_BYTES - exchange_bytes
-    beside = (room - parameters * pack_bytes * workers) // stage_bytes
-    stages = max(beside, min(room // stage_bytes, steps + max(ceil_div(5 * steps, 8), 3)))
-    fewest = max(steps + 2, _FEWEST_GRID_STAGES)
-    stages = stages if stages >= fewest and sums_fit else 0
-    return GridBlock(packs, cols, exact, exchange_bytes, stage_bytes, fewest, stages)
-
-
 def keeps_sums(problem: Problem, tile: Tile) -> bool:
     """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias."""
     return tile.path != "uncached"
@@ -135,8 +73,6 @@ def keeps_sums(problem: Problem, tile: Tile) -> bool:
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     """Dynamic shared memory of one block."""
     itemsize, compute_bytes = problem.itemsize, DTYPES[problem.compute].itemsize
-    if tile.path == "grid":  # all that a block can have, so that two blocks do not fit
-        return max(grid_block(problem, tile).bytes_of(tile.stages), _GRID_BYTES)
     if tile.path in ("ring", "bundle"):
         return (_ring_bytes if tile.path == "ring" else _bundle_bytes)(problem, tile)
     if strategy == "parameters":

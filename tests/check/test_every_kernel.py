@@ -55,8 +55,6 @@ class Recorder(CpuMachine):
         place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
         if tile.bundle:
             place = f"bundles, {tile.threads_per_row} lanes a row"
-        elif tile.path == "grid":
-            place = "grid"
         elif tile.stages == 1 and launch.kernel.source.startswith("forward"):
             place = "registers, staged"
         elif tile.stages:
@@ -106,7 +104,6 @@ def test_all_kernels_and_paths_of_rows_are_covered():
         ("backward_few.cu", f"ring of __nv_bfloat16, {size} blocks a row") for size in (1, 2)
     }
     for direction in ("forward", "backward"):
-        expected.add((f"{direction}_cluster.cu", "grid"))
         for dtype in ("__nv_bfloat16", "float"):
             expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))
             expected |= {

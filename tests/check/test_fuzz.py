@@ -28,7 +28,6 @@ from cupynorm.check.placement import GUARD_BYTES, LAYOUTS
 from cupynorm.check.quantized import How
 from cupynorm.dtypes import decode, encode
 from cupynorm.gpu import on_cpu
-from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES
 
@@ -261,15 +260,6 @@ def test_a_forced_strategy_that_does_not_fit_is_refused():
     drawn = replace(PLAIN, case=replace(PLAIN.case, strategy="warp", num_cols=2**17, num_rows=1))
     with pytest.raises(judge.Refused, match="too narrow"):
         rerun(drawn, "cpu")
-
-
-def test_statistics_that_a_forced_strategy_cannot_have_are_refused():
-    """On path grid, which only a whole GPU has for such a row. Nothing runs."""
-    machine = CpuMachine()
-    machine.device = DEVICES["H200"]
-    case = Case("layer_norm", 1, 1039944, "bfloat16", strategy="cluster", statistics="two_pass")
-    with pytest.raises(judge.Refused, match="statistics is 'two_pass'"):
-        judge.complaints(Draw(case), machine)
 
 
 # Reports.

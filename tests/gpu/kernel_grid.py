@@ -21,7 +21,6 @@ from cupynorm.plan.matrices import quantize_launch, reduce_matrix_launch, update
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
 from cupynorm.plan.products import DTYPES as PRODUCT_DTYPES
 from cupynorm.plan.products import NormLinearProblem, fold_launch, product_launch
-from cupynorm.plan.several_products import several_launch
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
 HAS_TIME = os.cpu_count() >= 8
@@ -94,14 +93,6 @@ RING_PROBLEMS = [
     _dtypes("float16", "backward"),
     _dtypes("float32", "backward"),
     _dtypes("bfloat16", "backward", **MIXED),
-]
-# Rows that groups of blocks share: of single elements, with room for more rows, for one and a half,
-# and for less.
-SHARED_WIDTHS = (496_585, 750_000, 1 << 21, 1 << 22, 1 << 23)
-SHARED_PROBLEMS = [
-    _dtypes(dtype, direction, **options)
-    for dtype, options in (("bfloat16", {}), ("float32", {}), ("bfloat16", MIXED))
-    for direction in ("forward", "backward")
 ]
 # Bundles on 1 to 32 lanes, the widest rows of each; single elements, pairs and packs of 4.
 BUNDLE_WIDTHS = (41, 67, 95, 127, 301, 320, 497, 639, 895, 1057, 1569, 2047, 2559)
@@ -292,9 +283,6 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
         few = NormLinearProblem(num_rows, 1024, 8, dtype, weight, weight, flag, flag)
         found.append(few_launch(device, few).launch)
     if device.compute_capability == 90:
-        for dtype, weight, flag in (("bfloat16", "float32", True), ("float16", None, False)):
-            few = NormLinearProblem(3, 1024, 8, dtype, weight, weight, flag, flag)
-            found.append(several_launch(device, few).launch)
         for dtype, centered, size in itertools.product(PRODUCT_DTYPES, (True, False), (1, 2)):
             plan = product_launch(device, 8, 8, dtype, centered=centered, cluster_size=size)
             found.append(plan.launch)
@@ -338,7 +326,6 @@ def _grid(compute_capability: int) -> list[tuple]:
         ]
     if is_sm_90:
         grid += [
-            (SHARED_PROBLEMS, SHARED_WIDTHS),
             (TUNED_PROBLEMS, TUNED_WIDTHS),
             (TUNED_QUANTIZED_PROBLEMS, TUNED_QUANTIZED_WIDTHS),
             (LONG_QUANTIZED_PROBLEMS, LONG_QUANTIZED_WIDTHS),

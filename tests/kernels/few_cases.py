@@ -1,4 +1,4 @@
-"""Problems of norm_linear_few.cu and norm_linear_several.cu: runs, and what is allowed.
+"""Problems of norm_linear_few.cu: runs, and what is allowed.
 
 The allowed errors, element by element, beside float64. u = 2^-24, n = in_features, h(v) half a unit
 in the last place of v, z = (x - mean) rstd weight, s = z + bias the normalised value:
@@ -19,12 +19,9 @@ from cupynorm.reference.layer_norm import scale
 from product_cases import EPS, Found, ProductProblem, U, put, truth
 
 from cupynorm.check.allowed import half_ulp
-from cupynorm.check.kernels import CpuMachine
 from cupynorm.dtypes import decode, encode
-from cupynorm.gpu.tensor_maps import map_on_cpu, tensor_map
 from cupynorm.plan.few_products import few_launch, few_words
 from cupynorm.plan.products import NormLinearProblem
-from cupynorm.plan.several_products import several_launch, several_words
 
 Parts = tuple[np.ndarray, np.ndarray]
 
@@ -54,13 +51,10 @@ def run(
     *,
     num_sms: int = 2,
     parts: Parts | None = None,
-    several: bool = False,
-    **options: int,
 ) -> Found:
     """What the kernel makes. num_sms: multiprocessors, so blocks, that it is planned for.
 
-    parts: x and a residual, whose rounded sum is x of the problem. several: norm_linear_several.cu,
-    by num_sms clusters; options: of several_launch.
+    parts: x and a residual, whose rounded sum is x of the problem.
     """
     asked = planned(problem)
     device = replace(machine.device, num_sms=num_sms)
@@ -83,17 +77,8 @@ def run(
     ]
     addresses = tuple(address for _, address in given)
     held, weight = put(machine, problem.weight, problem.dtype)
-    if several:
-        plan = several_launch(replace(device, clusters=((2, num_sms),)), asked, **options)
-        matrix = (weight, *problem.weight.shape, 2 * problem.weight.shape[1])
-        if isinstance(machine, CpuMachine):
-            tiles = map_on_cpu(*matrix, plan.loaded)
-        else:
-            tiles = tensor_map(*matrix, problem.dtype, plan.loaded)
-        machine.launch(plan.launch, several_words(tiles, addresses, asked, plan, EPS))
-    else:
-        plan = few_launch(device, asked)
-        machine.launch(plan.launch, few_words(weight, addresses, asked, plan, EPS))
+    plan = few_launch(device, asked)
+    machine.launch(plan.launch, few_words(weight, addresses, asked, plan, EPS))
     y, mean, rstd = (machine.get(each) for each, _ in made)
     if residual is not None:
         np.testing.assert_array_equal(decode(machine.get(given[2][0]), problem.dtype), problem.x)

@@ -1,7 +1,4 @@
-"""Constant rows on every path of every strategy: y is exactly the bias, whatever the value.
-
-test_grid.py has those of path grid, whose rows are wide.
-"""
+"""Constant rows on every path of every strategy: y is exactly the bias, whatever the value."""
 
 from __future__ import annotations
 

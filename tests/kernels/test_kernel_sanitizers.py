@@ -87,23 +87,6 @@ SMALL_CASES = [
         strategy="cluster",
         tile=Tile(4, 64, packs_per_thread=2, cluster_size=16, stages=2),
     ),
-    # A row that three blocks share.
-    Case(
-        "layer_norm",
-        4,
-        2056,
-        "bfloat16",
-        strategy="cluster",
-        tile=Tile(8, 160, packs_per_thread=4, cluster_size=3, stages=4, path="grid"),
-    ),
-    Case(
-        "layer_norm",
-        4,
-        1032,
-        "float32",
-        strategy="cluster",
-        tile=Tile(4, 160, packs_per_thread=4, cluster_size=3, path="grid"),
-    ),
     Case("layer_norm", 3, 264, "float32", strategy="uncached"),
     # Fused options, in packs and single elements.
     SUM,

@@ -92,7 +92,7 @@ def test_last_width_of_registers_and_first_of_shared_memory(dtype, strategy, whe
 
     def in_registers(num_cols: int) -> bool:
         choice = dispatch.choose(replace(problem, num_cols=num_cols), where.device, strategy)
-        return choice.tile.packs_per_thread > 0 and choice.tile.path != "grid"
+        return choice.tile.packs_per_thread > 0
 
     low, high = 2048, dispatch.widest(strategy, problem, where.device)
     assert in_registers(low) and not in_registers(high)

@@ -1,4 +1,4 @@
-"""Up to 64 rows in one kernel: plans, what takes the plain path; on a GPU values and graphs."""
+"""One or two rows in one kernel: plans, what takes the plain path; on a GPU values and graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from linear_bounds import assert_right, draw
 
 import cupynorm
-from cupynorm.plan import few_products, several_products
+from cupynorm.plan import few_products
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.products import NormLinearProblem
 
@@ -58,48 +58,6 @@ def test_plan(device, sizes):
 )
 def test_reasons(device, dtype, sizes, reason):
     assert reason in few_products.why_not(DEVICES[device], dtype, sizes)
-
-
-SEVERAL = (
-    (3, 1024, 3072),
-    (16, 4096, 12288),
-    (16, 8192, 8192),
-    (11, 5120, 5120),
-    (3, 8, 1),
-    (8, 4096, 128256),
-)
-
-
-@pytest.mark.parametrize("sizes", SEVERAL, ids=str)
-def test_plan_of_several_rows(sizes):
-    """Every output and every column has a block, and the ring has two stages or more."""
-    device = DEVICES["H200"]
-    assert several_products.why_not(device, "float16", sizes) is None
-    problem = NormLinearProblem(*sizes, "float16", None, None, True, False)
-    plan = several_products.several_launch(device, problem)
-    size = plan.launch.cluster_size
-    assert size == 2
-    assert plan.launch.smem_bytes <= device.smem_per_block and plan.num_stages >= 2
-    assert (plan.num_tiles - 1) * plan.tile_outputs < sizes[2] <= plan.num_tiles * plan.tile_outputs
-    assert sizes[1] <= plan.most_steps * size * 64 and plan.tile_outputs <= 128
-    assert plan.launch.grid_size <= min(plan.num_tiles, dict(device.clusters)[size]) * size
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "sizes", "reason"),
-    [
-        ("H200", "bfloat16", (2, 4096, 64), "is for 3 to 16 rows; the input has 2"),
-        ("H200", "bfloat16", (17, 4096, 64), "is for 3 to 16 rows; the input has 17"),
-        ("A100", "bfloat16", (3, 4096, 64), "is for compute capability 9.0; A100 has another"),
-        ("H200", "float16", (3, 60, 64), "multiples of 8 up to 8192; in_features is 60"),
-        ("H200", "float16", (3, 8200, 64), "multiples of 8 up to 8192; in_features is 8200"),
-        ("H200", "bfloat16", (3, 64, 0), "1 or more outputs; out_features is 0"),
-        ("H200", "float32", (3, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
-    ],
-    ids=str,
-)
-def test_reasons_of_several_rows(device, dtype, sizes, reason):
-    assert reason in several_products.why_not(DEVICES[device], dtype, sizes)
 
 
 def asked(x, weight, fused=None, residual=None, returns=False, dtype=torch.bfloat16):
@@ -173,7 +131,7 @@ def test_dtypes_and_rows():
         assert not few_rows.fits(call_of(tensors | {"residual": laid("aligned", shape)}))
     elsewhere = torch.empty(2, WIDTH, dtype=torch.bfloat16, device="meta")
     assert not few_rows.fits(call_of(tensors | {"residual": elsewhere}))
-    for num_rows, expected in ((0, False), (1, True), (16, True), (17, False)):
+    for num_rows, expected in ((0, False), (1, True), (2, True), (3, False)):
         rows = laid("aligned", (num_rows, WIDTH))
         assert few_rows.fits(call_of(tensors | {"input": rows, "residual": rows})) is expected
 
@@ -188,7 +146,7 @@ def sm_90():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", (2, 3, 16))
+@pytest.mark.parametrize("num_rows", (1, 2))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_errors_are_those_of_the_plain_path(norm_name, dtype, num_rows):
@@ -227,7 +185,7 @@ def test_default_without_gradients_is_the_kernel():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("sm_90")
-@pytest.mark.parametrize("num_rows", (1, 2, 3, 16))
+@pytest.mark.parametrize("num_rows", (1, 2))
 def test_residual(num_rows):
     """The sum is that of the plain path, bit for bit, and y is that of a call on the sum."""
     x, residual = torch.randn(2, 1, num_rows, 4096, device="cuda").bfloat16()
@@ -239,19 +197,7 @@ def test_residual(num_rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("sm_90")
-@pytest.mark.parametrize("num_rows", (4, 9, 16))
-def test_rows_have_the_bits_that_they_have_among_fewer(num_rows):
-    x = torch.randn(num_rows, 4096, device="cuda").half()
-    weight = torch.randn(3072, 4096, device="cuda").half()
-    assert few_rows.choose(asked(x, weight, dtype=x.dtype), FOR_Y) is not None
-    made = cupynorm.rms_norm_linear(x, None, weight)
-    assert torch.equal(made[-3:], cupynorm.rms_norm_linear(x[-3:], None, weight))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", (2, 16))
-def test_replays_of_a_graph_see_new_values(num_rows):
+def test_replays_of_a_graph_see_new_values():
     module = LayerNormLinear(64, 256, fused="kernel", params_dtype=torch.bfloat16)
-    x = torch.randn(num_rows, 64, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 64, device="cuda", dtype=torch.bfloat16)
     assert_replays_see_new_values(module, x)

@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cupynorm.nn.formulas import Normalized, Saved  # noqa: E402
 from torch.func import vmap  # noqa: E402
 
 from cupynorm import reference  # noqa: E402
 from cupynorm.nn import formulas  # noqa: E402
-from cupynorm.nn.formulas import Normalized, Saved  # noqa: E402
 
 EPS = 0.1  # large enough to matter; rstd is 1 / sqrt(EPS) at most
 # Shape of x, and how many of its last dimensions are normalised.

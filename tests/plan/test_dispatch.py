@@ -18,7 +18,6 @@ from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Choice
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
-from cupynorm.plan.tile_model import fits_smem, grid_block, smem_bytes_of
 
 
 def problem_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Problem:
@@ -163,8 +162,7 @@ def test_wider_rows_never_get_an_earlier_strategy(device, dtype, direction):
             ranks.append(TABLE.index(choice.strategy))
             assert (choice.tile.cluster_size > 1) == (choice.strategy == "cluster")
         assert ranks == sorted(ranks)
-        # Path grid of strategy cluster takes rows of up to 2^30 columns.
-        assert {TABLE[rank] for rank in ranks} | {"uncached"} == {
+        assert {TABLE[rank] for rank in ranks} == {
             name for name in TABLE if gpu.compute_capability >= STRATEGIES[name].first_capability
         }
 
@@ -200,15 +198,7 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
             assert (
                 num_cols % tile.pack_size == 0 and tile.pack_size <= made.problem.layout.pack_limit
             )
-            if tile.path == "grid":
-                assert made.strategy == "cluster" and tile.cluster_size <= made.device.num_sms
-                assert tile.packs_per_thread == grid_block(made.problem, tile).packs
-                smem_bytes = smem_bytes_of(made.problem, tile, "cluster")
-                assert fits_smem(made.device, smem_bytes, tile.blocks_per_sm)
-                assert (
-                    not tile.stages or tile.stages >= grid_block(made.problem, tile).fewest_stages
-                )
-            elif (
+            if (
                 tile.packs_per_thread
             ):  # in registers: all columns have a place, and no pack is idle in every thread
                 assert (
@@ -265,7 +255,7 @@ def test_statistics_do_not_change_a_backward():
     """It is given those of forward."""
     options = {"device": "H200", "direction": "backward"}
     expected = plan(1 << 21, 8, **options)
-    assert expected.tile.path == "grid"
+    assert expected.strategy == "uncached"
     assert plan(1 << 21, 8, statistics="two_pass", **options).launches == expected.launches
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +12,8 @@ from cupynorm.dtypes import DTYPES
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose, make_plan
-from cupynorm.plan.grids import blocks_of_groups, queued_bundles
-from cupynorm.plan.paths import grid_tile
+from cupynorm.plan.grids import queued_bundles
 from cupynorm.plan.problem import Layout, Tile, ceil_div
-from cupynorm.plan.tile_model import grid_block
 
 
 def test_reason_of_a_plan_names_the_lanes_of_few_rows():
@@ -81,14 +78,10 @@ def test_num_rows_changes_only_the_grid():
             for first, second in zip(earlier.launches, later.launches):
                 assert 1 <= first.grid_size <= second.grid_size < 2**31
         tile = made[0].tile
-        shared = tile.path == "grid"
-        blocks = blocks_of_groups(tile, device, 0) if shared else tile.cluster_size
         if made[0].num_rows == 1:
-            assert made[0].launches[0].grid_size == blocks
+            assert made[0].launches[0].grid_size == tile.cluster_size
         stays = tile.cluster_size > (2 if tile.stages else 1 if not tile.packs_per_thread else 16)
-        if shared:
-            assert made[-1].launches[0].grid_size == blocks
-        elif problem.forward and tile.bundle:  # queued, some rows for each
+        if problem.forward and tile.bundle:  # queued, some rows for each
             rows = tile.bundle * queued_bundles(tile) * tile.block_size // 32
             assert made[-1].launches[0].grid_size == min(2**31 - 1, ceil_div(2**40, rows))
         elif problem.forward and not stays:  # queued: as many as a grid may have
@@ -103,22 +96,6 @@ def test_num_rows_changes_only_the_grid():
                 else device.num_sms
             )
             assert made[-1].launches[0].grid_size == resident * choose(problem, device).resident
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_rows_on_path_grid_have_slots_enough(dtype, direction):
-    """Rows of single elements or pairs take more steps than there are slots for wide packs."""
-    most_packs = 0
-    for num_cols in np.geomspace(2**18, 2**23, 300).astype(int):
-        for weight, limit in itertools.product((dtype, "float64", None), (1, 2)):
-            layout = Layout(min(limit, 2 - int(num_cols) % 2), contiguous=True)
-            problem = problem_of(int(num_cols), dtype, direction, weight=weight, layout=layout)
-            tile = grid_tile(problem, DEVICES["H200"])
-            if tile and tile.stages:
-                assert tile.stages >= grid_block(problem, tile).fewest_stages, problem
-                most_packs = max(most_packs, tile.packs_per_thread)
-    assert most_packs >= 32
 
 
 def test_empty_problems_have_no_launches():

@@ -20,30 +20,11 @@ TILES = {
     "UNCACHED": Tile(pack_size=8, threads_per_row=512),
     "CLUSTER": Tile(pack_size=8, threads_per_row=512, cluster_size=2),
     "CLUSTER_RING": Tile(8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2),
-    "GRID": Tile(8, 192, packs_per_thread=2, cluster_size=128, stages=4, path="grid"),
 }
-WARP, BLOCK, RING, UNCACHED, CLUSTER, CLUSTER_RING, _ = TILES.values()
+WARP, BLOCK, RING, UNCACHED, CLUSTER, CLUSTER_RING = TILES.values()
 
 # A line with strategy and tile | changes of the tile | changes of the problem; then the message.
 REFUSED = r"""
-cluster GRID | cluster_size 133
-  cluster_size 133 and blocks_per_sm 1; .* each of more than half of 132 multiproc
-cluster GRID | cluster_size 0
-  cluster_size 0 and blocks_per_sm 1; expected groups of blocks
-cluster GRID | threads_per_row 128
-  threads_per_row 128; expected 160 or more: 4 warps have no columns
-cluster GRID | stages 3
-  packs_per_thread 2 and stages 3; expected 2 packs, .*, and no stages or 4 or more
-cluster GRID | packs_per_thread 4
-  packs_per_thread 4 and stages 4; expected 2 packs
-cluster GRID | bundle 2
-  bundle 2; expected 0: path 'grid' has none
-block GRID | cluster_size 1
-  path 'grid'; .* for strategy 'block'
-cluster GRID | pack_size 2 | dtype float64
-  path 'grid'; it needs float32 arithmetic
-cluster GRID | | residual 1
-  path 'grid'; it needs .* nothing that is
 warp WARP | pack_size 3
   pack_size 3; expected a power of two up to 16, which num_cols 1024 and the alignment
 warp WARP | pack_size 0

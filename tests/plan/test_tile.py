@@ -84,6 +84,6 @@ def test_text_of_a_tile_names_its_path():
             assert made.tile.path in PATHS_OF_STRATEGY[made.strategy]
     with pytest.raises(
         ValueError,
-        match="tile has path .rings.; expected one of registers, .*, ring, bundle, grid, uncached",
+        match="tile has path .rings.; expected one of registers, .*, ring, bundle, uncached",
     ):
         Tile.of("pack_size 8, threads_per_row 32, path rings")

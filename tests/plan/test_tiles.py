@@ -57,16 +57,6 @@ def test_a_table_comes_back_as_it_was_written(file):
     assert "num_rows" not in file.read_text()
 
 
-def test_two_passes_leave_out_a_tile_of_path_grid():
-    """As they leave out that of dispatch."""
-    wide = plan(1 << 19, device=H200)
-    assert wide.tile.path == "grid"
-    expected = plan(1 << 19, device=H200, statistics="two_pass")
-    tiles.use(tiles.Table(H200, {tiles.key(wide.problem): (wide.strategy, wide.tile)}), "a test")
-    assert plan(1 << 19, device=H200).reason == "a test"
-    assert plan(1 << 19, device=H200, statistics="two_pass").launches == expected.launches
-
-
 def changed(file, change):
     content = json.loads(file.read_text())
     change(content)
