@@ -41,6 +41,50 @@ def test_words_that_are_not_used():
         assert not re.findall(rf"\b({NEVER})\b", text, re.I), path.name
 
 
+# What users are told to install.
+
+OF_PYPI = (
+    r"(?<![\w./-])cupynorm\[[a-z]",
+    r"\b(pip3?|pipx|uv|conda|poetry)\b[^`|&;#]* (install|add)\b[^`|&;#]*(?<![\w./-])cupynorm\b",
+)
+
+
+def of_pypi(text: str) -> list[str]:
+    """The lines that have an installer look for cupynorm outside of a checkout."""
+    joined = re.sub(r'"\s*\n\s*f?"', "", text)  # a message over several lines
+    lines = [line for line in joined.splitlines() if "--no-index" not in line]
+    return [line for line in lines if any(re.search(each, line) for each in OF_PYPI)]
+
+
+def test_no_text_has_users_install_a_name_that_anybody_may_take():
+    """cupynorm is not on PyPI. pip takes pyproject's own extras from the project that it builds."""
+    suffixes = (".py", ".md", ".ipynb", ".cu", ".cuh", ".h", ".cpp", ".yml", ".html", ".cff", "")
+    folders = ("cupynorm", "cuda_src", "reference", "docs", "notebooks", ".ci")
+    paths = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
+    paths = [path for path in (*paths, *REPOSITORY.iterdir()) if path.suffix in suffixes]
+    texts = {path: path.read_text() for path in paths if path.is_file() and path.name != ".git"}
+    assert len(texts) > 200
+    assert not {str(path): found for path, text in texts.items() if (found := of_pypi(text))}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("pip install cupynorm", True),
+        ("python -m pip install -U 'cupynorm[cuda12]'", True),
+        ('f"needs it: "\n    "pip install "\n    "cupynorm"', True),
+        ("uv add torch cupynorm", True),
+        ("the extra `cupynorm[cuda13]` brings it", True),
+        ('pip install ".[cuda12]"  # in a checkout of cupynorm', False),
+        ('pip install --no-index --find-links wheels "cupynorm[cuda12]"', False),
+        ('pip install "/cupynorm[cuda12]"', False),
+        ("pip install . && python -m cupynorm check", False),
+    ],
+)
+def test_texts_of_installers_are_told_apart(text, is_found):
+    assert bool(of_pypi(text)) == is_found
+
+
 # Formatting.
 
 

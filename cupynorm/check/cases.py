@@ -225,6 +225,4 @@ def _on_host(array: Any, label: str) -> tuple[np.ndarray | None, str | None]:
     dtype = arrays.dtype_name(array)
     if dtype not in DTYPES:
         raise TypeError(f"{label} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
-    if arrays.is_torch(array):
-        return array.detach().double().cpu().numpy(), dtype
-    return arrays.to_float64(array.get() if arrays.is_cupy(array) else array), dtype
+    return arrays.to_float64(array), dtype

@@ -73,6 +73,4 @@ class Library:
         """The float64 values of a result, of any of the libraries. TypeError: it is no array."""
         array = np.asarray(array) if isinstance(array, (int, float, np.generic)) else array
         array = arrays.take(array, label)
-        if arrays.is_torch(array):
-            return array.detach().double().cpu().numpy()
-        return arrays.to_float64(array.get() if arrays.is_cupy(array) else array)
+        return arrays.to_float64(array)

@@ -22,7 +22,7 @@ from . import launch, nvrtc
 class View(NamedTuple):
     """Address, shape and dtype of an array. strides are in elements. device is None on the host.
 
-    is_negated: the elements are those in memory times -1, as of a torch tensor with is_neg().
+    is_lazy: the elements are not those in memory, as is_lazy() says of a torch tensor.
     """
 
     pointer: int
@@ -30,7 +30,7 @@ class View(NamedTuple):
     strides: tuple[int, ...]
     dtype: str
     device: int | None
-    is_negated: bool = False
+    is_lazy: bool = False
 
 
 class Rows(NamedTuple):
@@ -183,7 +183,7 @@ class TorchLibrary:
             tensor.is_contiguous() or tensor.stride(),
             tensor.data_ptr() & 15,
             tensor.get_device(),
-            tensor.is_neg(),
+            tensor.is_neg() or tensor._is_zerotensor(),  # is_lazy, in less time
         )
 
     @staticmethod
@@ -194,7 +194,7 @@ class TorchLibrary:
             tensor.stride(),
             dtype_name(tensor),
             tensor.get_device(),
-            tensor.is_neg(),
+            tensor.is_neg() or tensor._is_zerotensor(),
         )
 
     @staticmethod
@@ -208,7 +208,7 @@ class TorchLibrary:
 
     @staticmethod
     def contiguous(tensor: Any) -> Any:
-        return tensor.contiguous().resolve_neg()
+        return in_memory(tensor.contiguous())
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -241,6 +241,19 @@ def is_torch(array: Any) -> bool:
     if _torch is None:
         _torch = sys.modules.get("torch")
     return _torch is not None and isinstance(array, _torch.Tensor)
+
+
+def is_lazy(tensor: Any) -> bool:
+    """Whether a torch tensor's elements are not those in its memory.
+
+    torch negates them as it reads them, or they are zeros that have no memory.
+    """
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
+def in_memory(tensor: Any) -> Any:
+    """A torch tensor, or a copy whose elements are in its memory."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
 
 
 def is_cupy(array: Any) -> bool:
@@ -313,7 +326,7 @@ def check_addresses(**arrays_by_name: Any) -> None:
                 f"{name} is a torch tensor on meta, which has no memory; "
                 "expected one on the CPU or on a CUDA device"
             )
-        if array.numel() and not array.data_ptr():
+        if array.numel() and not (array.data_ptr() or array._is_zerotensor()):
             raise TypeError(
                 f"{name} is {type_in_words(array)}, which has no address; "
                 "expected a tensor with memory of its own"
@@ -353,11 +366,11 @@ def where(array: Any) -> str:
 
 
 def to_float64(array: Any) -> np.ndarray:
-    """The values of a host array."""
+    """The values of an array, copied to the host if they are elsewhere."""
     if is_torch(array):
         # After numpy() torch could not resize the tensor, as fully_shard does with weights.
-        # DLPack passes memory, so a view that negates it is computed first.
-        return np.from_dlpack(array.detach().double().resolve_neg())
+        return np.from_dlpack(in_memory(array.detach().cpu().double()))
+    array = array.get() if is_cupy(array) else array
     if array.dtype.name == "bfloat16":
         return decode(np.ascontiguousarray(array).view(np.uint16), "bfloat16")
     return array.astype(np.float64)

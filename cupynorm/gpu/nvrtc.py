@@ -18,6 +18,12 @@ from ..plan.functors import FunctorError
 from ..plan.instances import Kernel
 from .source_files import include_options, source_files
 
+# The package is not on PyPI, where anybody may take its name.
+_HOW_TO_INSTALL = (
+    "in a checkout of the repository run pip install '.[cuda12]' for CUDA 12 or "
+    "pip install '.[cuda13]' for CUDA 13"
+)
+
 
 class MissingLibraryError(ImportError):
     """CuPy or NVRTC is not installed. The message says what to install.
@@ -59,8 +65,7 @@ def cupy():
         import cupy
     except ImportError as error:
         raise MissingLibraryError(
-            f"CuPy could not be imported ({error}); arrays on a GPU need it: "
-            "pip install 'cupynorm[cuda12]' for CUDA 12 or 'cupynorm[cuda13]' for CUDA 13"
+            f"CuPy could not be imported ({error}); arrays on a GPU need it: {_HOW_TO_INSTALL}"
         ) from error
     return cupy
 
@@ -78,8 +83,7 @@ def version() -> tuple[int, int]:
         return nvrtc.getVersion()
     except Exception as error:
         raise MissingLibraryError(
-            f"NVRTC could not be loaded ({error}); it compiles the kernels: "
-            "pip install 'cupynorm[cuda12]' or 'cupynorm[cuda13]'"
+            f"NVRTC could not be loaded ({error}); it compiles the kernels: {_HOW_TO_INSTALL}"
         ) from error
 
 

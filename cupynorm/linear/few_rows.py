@@ -74,8 +74,10 @@ def fits(call: LinearCall) -> bool:
     if reduce(or_, map(Tensor.data_ptr, aligned)) % 16:
         return False
     tensors = (*aligned, *biases)
-    # A tensor with is_neg() is read as torch reads it, with its sign.
-    return all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
+    # Elements that are not those in memory (arrays.is_lazy) are left to torch.
+    if any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors)):
+        return False
+    return all(map(Tensor.is_contiguous, tensors))
 
 
 def find(call: LinearCall, *, if_faster: bool = False) -> FewRowsLaunch | None:

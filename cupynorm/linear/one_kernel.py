@@ -48,8 +48,8 @@ def why_not(call: LinearCall) -> str | None:
     tensors = (*given, *biases)
     if not all(map(Tensor.is_contiguous, tensors)):
         return "the kernel needs contiguous tensors"
-    if any(map(Tensor.is_neg, tensors)):
-        return "the kernel needs tensors that are not views that negate their memory"
+    if any(map(arrays.is_lazy, tensors)):
+        return "the kernel needs tensors that neither negate their memory nor have none"
     if any(each.data_ptr() % 16 for each in given):
         return "the kernel needs tensors aligned to 16 bytes"
     return None

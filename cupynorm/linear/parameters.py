@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gpu import arrays
 from .gradient_layer import GradientLayer
 from .matrices import concatenate, join
 from .model_init import begin_weights, fill
@@ -138,7 +139,7 @@ class NormLinearParameters(GradientLayer):
         for name in (*self.weight_names, *self.bias_names):
             part = destination.get(f"{prefix}{name}")
             if part.__class__ is Tensor and not part.is_meta and part.numel():
-                destination[f"{prefix}{name}"] = torch.from_dlpack(part.resolve_neg())
+                destination[f"{prefix}{name}"] = torch.from_dlpack(arrays.in_memory(part))
 
 
 def _initialize(weight: Tensor) -> None:

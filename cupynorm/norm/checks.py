@@ -53,10 +53,11 @@ def _scalar(array: Array | None, name: str, x: Array) -> Array | None:
 
 
 def _check_written(array: Array, name: str) -> None:
-    """Raises ValueError for a torch view whose elements are those that a kernel writes times -1."""
-    if arrays.is_torch(array) and array.is_neg() and not arrays.on_host(array):
+    """Raises ValueError for a torch tensor whose elements are not those that a kernel writes."""
+    if arrays.is_torch(array) and arrays.is_lazy(array) and not arrays.on_host(array):
         raise ValueError(
-            f"{name} is a view that negates its memory; expected a tensor whose is_neg() is False"
+            f"{name} is a view that negates its memory, or zeros without memory; "
+            "expected a tensor with memory of its own whose is_neg() is False"
         )
 
 

@@ -196,7 +196,7 @@ def place(array: Array, shape: tuple[int, ...], num_dims: int) -> tuple[PlacedAr
     """
     view = arrays.view(array)
     placed = _place(view, shape, num_dims)
-    if placed is not None and not view.is_negated:
+    if placed is not None and not view.is_lazy:
         return placed, False
     strides, step = [], 1
     for extent in reversed(view.shape):

@@ -22,7 +22,7 @@ def rows_of(array: Array, num_dims: int) -> tuple[Rows, bool]:
     """
     view = arrays.view(array)
     rows = arrays.rows(view, num_dims)
-    if rows is not None and not view.is_negated:
+    if rows is not None and not view.is_lazy:
         return rows, False
     return arrays.contiguous_rows(view.shape, num_dims, view.dtype), True
 
@@ -30,7 +30,7 @@ def rows_of(array: Array, num_dims: int) -> tuple[Rows, bool]:
 def parameter_of(array: Array) -> tuple[Rows, bool]:
     """A weight, bias, row_scale or statistic as one row, and whether a run must copy it."""
     view = arrays.view(array)
-    copied = view.is_negated or arrays.rows(view, len(view.shape)) is None
+    copied = view.is_lazy or arrays.rows(view, len(view.shape)) is None
     num_cols = arrays.product(view.shape)
     return Rows(0 if copied else view.pointer, 1, num_cols, num_cols, view.dtype), copied
 

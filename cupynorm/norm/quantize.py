@@ -19,7 +19,7 @@ from .arguments import (
     scale_rule_words,
 )
 from .cache import keep, matrices
-from .on_gpu import PreparedMatrixCall, fill, parameter_of, rows_of
+from .on_gpu import PreparedMatrixCall, fill, layouts_of, rows_of
 from .request import Array
 
 
@@ -73,11 +73,11 @@ def quantize(
     if of_norm is not None:
         centered, zero_centered = of_norm.centered, of_norm.zero_centered
         norm = of_norm.weight, of_norm.bias, of_norm.mean, of_norm.rstd
-        layouts = library.layout_key(of_norm.weight), library.layout_key(of_norm.bias)
-        of_key = *layouts, centered, zero_centered
+        of_key = *map(library.layout_key, norm), centered, zero_centered
     operands = _Operands(x, *norm, scale, amax)
     key = (library.layout_key(x), dtype, of_key, wants_data, transpose, sums, rule)
-    key += scale is None, amax is None
+    # amax may be written to, so it is never copied. It is one element that we made.
+    key += None if scale is None else library.layout_key(scale), amax is None
     prepared = matrices.get(key)
     if prepared is None:
         options = QuantizeOptions(dtype, centered, zero_centered, sums, rule)
@@ -107,10 +107,8 @@ def _prepare(
     is_scaled = rows.dtype not in (dtype, "uint8")
     if not is_scaled:
         rows = rows._replace(dtype=dtype)
-    layouts = {"x": (rows, copied)}
-    for name in ("weight", "bias"):
-        if (array := getattr(operands, name)) is not None:
-            layouts[name] = parameter_of(array)
+    names = ("weight", "bias", "mean", "rstd", "scale")
+    layouts = {"x": (rows, copied), **layouts_of(operands, names, (), 1)}
     outputs = {
         "data": ((rows.num_rows, rows.num_cols), dtype if wants_data else None),
         "scale_inv": ((1,), "float32" if is_scaled else None),
@@ -119,7 +117,8 @@ def _prepare(
     }
     call = None
     if rows.num_rows and rows.num_cols:
-        call = quantize_call({name: each for name, (each, _) in layouts.items()}, options)
+        of_plan = [name for name in ("x", "weight", "bias") if name in layouts]
+        call = quantize_call({name: layouts[name][0] for name in of_plan}, options)
     return PreparedMatrixCall(operands, layouts, outputs, call)
 
 

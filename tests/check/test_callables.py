@@ -88,6 +88,13 @@ def test_the_explicit_functions_of_this_library_pass(norm):
     assert made.ok and len({found.tensor for found in made.findings}) == 5 + (norm == "layer_norm")
 
 
+def test_results_that_negate_their_memory_have_their_values():
+    def negated(x, weight, bias):
+        return torch._neg_view(-torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias))
+
+    assert cupynorm.check(function=negated, shapes=SHAPE, dtypes=["float64", "float32"]).ok
+
+
 def test_functions_of_fewer_parameters_are_checked_without_weight_or_bias():
     functional = torch.nn.functional
     assert cupynorm.check(function=functional.rms_norm, norm="rms_norm", shapes=SHAPE).ok

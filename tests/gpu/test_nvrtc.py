@@ -236,7 +236,7 @@ print(json.dumps({
         kind, message = found[call]
         assert kind == "cupynorm.gpu.nvrtc.MissingLibraryError", (call, kind, message)
         assert (
-            "pip install 'cupynorm[cuda12]'" in message
+            "pip install '.[cuda12]'" in message
             and "CuPy" in message
             and "No module named 'cupy'" in message
         )
@@ -275,7 +275,7 @@ print(json.dumps({{
 """)
     kind, message = found["compile_for"]
     assert kind == "cupynorm.gpu.nvrtc.MissingLibraryError", message
-    assert "NVRTC could not be loaded" in message and "pip install 'cupynorm[cuda12]'" in message
+    assert "NVRTC could not be loaded" in message and "pip install '.[cuda12]'" in message
     assert ("libnvrtc.so.12" if way == "library" else "nvrtc") in message.removeprefix(
         "NVRTC could not be loaded"
     )

@@ -90,6 +90,8 @@ SHAPES = {
 def laid(layout, shape):
     """A bfloat16 tensor of ones. Strided: every second element of a row."""
     size = int(np.prod(shape))
+    if layout == "without memory":
+        return torch._efficientzerotensor(shape, dtype=torch.bfloat16)
     memory = torch.ones(2 * size + 8, dtype=torch.bfloat16)
     first = -memory.data_ptr() % 16 // 2
     if layout == "strided":
@@ -106,7 +108,7 @@ def call_of(tensors, dtype=torch.bfloat16):
     return LinearCall(Operands(input, residual, *norm, *parts), options)
 
 
-@pytest.mark.parametrize("layout", ("strided", "misaligned", "negated"))
+@pytest.mark.parametrize("layout", ("strided", "misaligned", "negated", "without memory"))
 @pytest.mark.parametrize("name", SHAPES)
 def test_layouts_of_each_operand(name, layout):
     """The linear bias is loaded element by element, so it may have any address."""

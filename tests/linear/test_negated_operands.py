@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 import cupynorm
@@ -90,6 +92,27 @@ def test_layers_in_8_bits(device, kind):
     assert all(each.is_neg() for each in layer.parameters())
     for result, right in zip(call(negated(x)), expected, strict=True):
         assert torch.equal(result, right)
+
+
+@pytest.mark.parametrize("recipe", [cupynorm.CurrentScaling, cupynorm.DelayedScaling])
+def test_what_8_bits_save_comes_back_negated(device, recipe):
+    """Hooks of saved tensors may return any tensor with the same elements."""
+    torch.manual_seed(0)
+    x = torch.randn(16, WIDTH, device=device)
+    layer = LayerNormLinear(WIDTH, OUT, device=device)
+
+    def negated_if_wide(tensor):
+        return negated(tensor) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
+
+    def gradients(unpack):
+        made = copy.deepcopy(layer)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            with cupynorm.fp8_autocast(recipe=recipe()):
+                y = made(x)
+            return torch.autograd.grad(y, [*made.parameters()], torch.ones_like(y))
+
+    for got, expected in zip(gradients(negated_if_wide), gradients(lambda tensor: tensor)):
+        assert torch.equal(got, expected)
 
 
 def test_joined_parts():

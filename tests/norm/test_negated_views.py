@@ -1,11 +1,12 @@
-"""Torch views whose elements are those in memory times -1, such as x.conj().imag, as operands."""
+"""Torch tensors whose elements are not those in memory, as operands: views whose elements are those
+times -1, such as x.conj().imag, and zeros that have no memory."""
 
 from __future__ import annotations
 
 import pytest
 
 import cupynorm
-from cupynorm.norm import quantize, reduce_matrix
+from cupynorm.norm import cache, quantize, reduce_matrix
 
 torch = pytest.importorskip("torch")
 from fused_cases import random  # noqa: E402
@@ -22,9 +23,11 @@ FORWARDS = {
 
 
 def negated(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same elements whose memory has the opposite ones."""
-    view = torch._neg_view(-tensor.detach())
-    assert view.is_neg() and torch.equal(view, tensor)
+    """A tensor with the same elements and strides whose memory has the opposite ones."""
+    options = {"dtype": tensor.dtype, "device": tensor.device}
+    memory = torch.empty_strided(tensor.shape, tensor.stride(), **options)
+    view = torch._neg_view(memory.copy_(tensor.detach()).neg_())
+    assert view.is_neg() and torch.equal(view, tensor) and view.stride() == tensor.stride()
     return view.requires_grad_(tensor.requires_grad)
 
 
@@ -97,14 +100,44 @@ def test_explicit_calls_of_negated_operands(device, num_cols, is_strided):
     assert_same(cupynorm.layer_norm_backward, of_backward)
 
 
-def test_fp8_calls_of_negated_operands(device):
-    scale = torch.tensor([0.5], device=device)
-    tensors = {"x": draw(device, ROWS, COLS), "weight": draw(device, COLS), "scale": scale}
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "residual"])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_calls_whatever_was_negated_before(device, norm, name, is_recorded):
+    """Repeated calls, which a comparison of layouts finds, begin with either of the two."""
+    shapes = {"x": (ROWS, COLS), "weight": (COLS,), "bias": (COLS,), "residual": (ROWS, COLS)}
+    plain = {key: draw(device, *shape, seed=at) for at, (key, shape) in enumerate(shapes.items())}
+    plain = {key: each.requires_grad_(is_recorded) for key, each in plain.items()}
+    other = plain | {name: negated(plain[name])}
+    dy = draw(device, ROWS, COLS, seed=9)
 
-    def call(x, weight, scale):
-        options = {"out_dtype": "float8_e4m3fn", "transpose": True}
+    def call(given, dy):
+        x, weight, bias, residual = given.values()
+        y = getattr(cupynorm, norm)(x, COLS, weight, bias=bias, residual=residual)
+        return y.detach(), *(torch.autograd.grad(y, [*given.values()], dy) if is_recorded else ())
+
+    expected = call(plain, dy)
+    for calls in ((other, other, plain, plain, other), (plain, plain, other, other, plain)):
+        cache.forget()
+        for given in calls:
+            for upstream in (dy, negated(dy)) if given is calls[0] else (negated(dy), dy):
+                assert all(map(torch.equal, call(given, upstream), expected))
+
+
+@pytest.mark.parametrize("scale", ["given", "tensor", "row", "block", "mx"])
+def test_fp8_calls_of_negated_operands(device, scale):
+    tensors = {"x": draw(device, ROWS, COLS), "weight": draw(device, COLS)}
+    if scale == "given":
+        tensors["scale"] = torch.tensor([0.5], device=device)
+
+    def call(x, weight, scale=scale):
+        options = {"out_dtype": "float8_e4m3fn", "transpose": not isinstance(scale, str)}
         y = cupynorm.layer_norm(x, COLS, weight, scale=scale, **options)
-        return y.data.float(), y.transposed.float(), y.scale_inv
+        return (
+            y.data.float(),
+            y.scale_inv,
+            *([] if y.transposed is None else [y.transposed.float()]),
+        )
 
     assert_same(call, tensors)
 
@@ -142,11 +175,78 @@ def test_matrices_that_are_negated(device):
     assert_same(quantized, x)
 
 
+@pytest.mark.parametrize("is_first_strided", [False, True])
+def test_what_quantises_a_norm_again_is_negated(device, is_first_strided):
+    """In calls of one layout of x each other operand may have any."""
+    x = draw(device, ROWS, COLS)
+    tensors = {"mean": x.mean(1), "rstd": x.var(1, correction=0).rsqrt()}
+    tensors |= {"weight": draw(device, COLS, seed=1), "bias": draw(device, COLS, seed=2)}
+    tensors |= {"scale": torch.tensor([0.5], device=device)}
+
+    def quantized(mean, rstd, weight, bias, scale):
+        of_norm = quantize.OfNorm(True, weight, bias, False, mean, rstd)
+        made = quantize.quantize(x, "float8_e4m3fn", scale, transpose=True, of_norm=of_norm)
+        return made.data.float(), made.transposed.float(), made.scale_inv
+
+    strided = {name: each.repeat_interleave(2)[::2] for name, each in tensors.items()}
+    first, second = (strided, tensors) if is_first_strided else (tensors, strided)
+    assert all(map(torch.equal, quantized(**first), quantized(**second)))
+    assert_same(quantized, tensors)
+
+
+# Zeros that have no memory.
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros like a tensor, at an address that is an offset."""
+    shape = (len(tensor) + 1, *tensor.shape[1:])
+    zeros = torch._efficientzerotensor(shape, dtype=tensor.dtype, device=tensor.device)[1:]
+    assert zeros._is_zerotensor() and zeros.is_contiguous()
+    return zeros.requires_grad_(tensor.requires_grad)
+
+
+def assert_same_of_zeros(call, tensors: dict) -> None:
+    """call(**tensors) takes zeros without memory as any of the tensors, also behind others."""
+    for name, tensor in tensors.items():
+        zeros = torch.zeros_like(tensor).requires_grad_(tensor.requires_grad)
+        expected = as_list(call(**(tensors | {name: zeros})))
+        results = as_list(call(**(tensors | {name: without_memory(tensor)})))
+        assert all(map(torch.equal, results, expected)) and len(results) == len(expected), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_without_memory(anywhere, dtype):
+    shapes = {"x": (ROWS, COLS), "weight": (COLS,), "bias": (COLS,), "residual": (ROWS, COLS)}
+    shapes |= {"dy": (ROWS, COLS), "row_scale": (ROWS,)}
+    tensors = {
+        name: draw(anywhere, *shape, dtype=dtype, seed=at).requires_grad_(name in ("x", "weight"))
+        for at, (name, shape) in enumerate(shapes.items())
+    }
+
+    def call(x, weight, bias, residual, dy, row_scale):
+        y = cupynorm.layer_norm(x, COLS, weight, bias, residual=residual)
+        scaled = cupynorm.rms_norm(x, COLS, weight, residual=residual, row_scale=row_scale)
+        gradients = torch.autograd.grad(y, (x, weight), dy)
+        return y.detach(), scaled.detach(), *gradients
+
+    assert_same_of_zeros(call, tensors)
+
+
+def test_zeros_without_memory_in_explicit_calls(anywhere):
+    x = draw(anywhere, ROWS, COLS)
+    made = cupynorm.layer_norm_forward(x)
+    tensors = {"dy": draw(anywhere, ROWS, COLS, seed=2), "x": x, "mean": made.mean}
+    tensors |= {"rstd": made.rstd, "weight": draw(anywhere, COLS, seed=1)}
+    assert_same_of_zeros(cupynorm.layer_norm_backward, tensors)
+
+
 def test_what_a_kernel_writes_is_not_negated(device):
     x = draw(device, ROWS, COLS)
     sentence = "is a view that negates its memory"
     with pytest.raises(ValueError, match=f"out {sentence}"):
         cupynorm.layer_norm(x, COLS, out=torch._neg_view(torch.empty_like(x)))
+    with pytest.raises(ValueError, match="or zeros without memory"):
+        cupynorm.layer_norm(x, COLS, out=without_memory(x))
     amax = torch._neg_view(torch.zeros(1, device=device))
     with pytest.raises(ValueError, match=f"amax {sentence}"):
         cupynorm.layer_norm(x, COLS, out_dtype="float8_e4m3fn", amax=amax)
