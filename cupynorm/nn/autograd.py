@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from ..norm import route
 from ..norm.cache import repeated
@@ -337,10 +336,8 @@ def _differentiable_with_options(ctx, dy, dy1, dsum) -> tuple:
     """The six gradients by torch."""
     options = ctx.prepared.options
     if options.memory_efficient:
-        raise NotImplementedError(
-            "a gradient of a norm with memory_efficient was asked for with create_graph=True or in "
-            "a batch; expected memory_efficient=False"
-        )
+        said = _has_no_second_derivative("memory_efficient", "memory_efficient=False")
+        raise NotImplementedError(said)
     x, _, _, weight, weight1, row_scale, seed, _ = ctx.saved_tensors
     dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
     upstream = dy, dy1
@@ -361,6 +358,13 @@ def _differentiable_with_options(ctx, dy, dy1, dsum) -> tuple:
     sums = [None if each is None else _sum_rows(each, options.extents) for each in upstream]
     gradients = dx, dweight, sums[0], total, dweight1, sums[1]
     return tuple(each if wanted else None for each, wanted in zip(gradients, _wanted(ctx)))
+
+
+def _has_no_second_derivative(given: str, expected: str) -> str:
+    return (
+        f"a gradient of a norm with {given} was asked for with create_graph=True or in a batch; "
+        f"expected {expected}"
+    )
 
 
 class _NormWithFunctors(torch.autograd.Function):
@@ -388,9 +392,10 @@ class _NormWithFunctors(torch.autograd.Function):
         return ctx.prepared.pick_outputs(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *upstream):
         dy, _, dsum = ctx.prepared.split_outputs(upstream)
+        if by_torch.is_differentiated(*(each for each in (dy, dsum) if each is not None)):
+            raise NotImplementedError(_has_no_second_derivative("load or store", "neither"))
         x, mean, rstd, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
         num, count = len(ctx.prepared.differentiable), len(arrays)
         if dy is None and dsum is None:
