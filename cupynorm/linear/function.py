@@ -91,6 +91,10 @@ def _by_torch(
     parts = operands.weights, operands.biases
     if wrapped.is_any_dtensor(normalized):
         parts = ([wrapped.on_every_rank(each, normalized) for each in part] for part in parts)
+    elif wrapped.is_any_dtensor(*operands.weights, *operands.biases):
+        raise TypeError(
+            "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
+        )
     weight, bias = (concatenate(part, options.dtype) for part in parts)
     y = functional.linear(normalized, weight, bias)
     return y, normalized if options.return_normalized else None, added
