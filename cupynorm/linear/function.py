@@ -185,13 +185,16 @@ class Projected(torch.autograd.Function):
         norm = SavedNorm(added, mean, rstd, norm_weight, norm_bias)
         weights, biases = parts[: ctx.num_weights], parts[ctx.num_weights :]
         incoming = compute.Incoming(dy, dnormalized, dsum)
-        if by_torch.is_differentiated(*(each for each in incoming if each is not None)):
-            if ctx.sink is not None:
-                raise RuntimeError(
-                    "create_graph is True for a layer with fuse_wgrad_accumulation or "
-                    "delay_wgrad_compute; expected create_graph=False"
-                )
+        differentiated = by_torch.is_differentiated(
+            *(each for each in incoming if each is not None)
+        )
+        if differentiated and ctx.sink is None:
             return None, None, None, *_differentiable(ctx, norm, weights, biases, incoming)
+        if differentiated and not modes.is_traced():
+            raise RuntimeError(
+                "create_graph is True for a layer with fuse_wgrad_accumulation or "
+                "delay_wgrad_compute; expected create_graph=False"
+            )
         with dtypes.outside_autocast(norm.x):  # backward() may be called inside of it
             weight = join(weights) if cast is None else cast
             saved = compute.Saved(norm, normalized, weight, weights, biases)

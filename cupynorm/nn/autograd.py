@@ -34,7 +34,9 @@ from .modes import (
     is_compiling,
     is_faked,
     is_jit_traced,
+    is_traced,
     present_tracer,
+    run_untraced,
     wants_gradient,
 )
 from .repeated import remember
@@ -304,7 +306,8 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
     if first_present is None:
         return (None,) * len(ctx.needs_input_grad)
     forward = ctx.prepared
-    if by_torch.is_differentiated(first_present):
+    runs_untraced = forward.options.memory_efficient and is_traced()
+    if by_torch.is_differentiated(first_present) and not runs_untraced:
         return forward.pick_gradients((*_differentiable_with_options(ctx, dy, dy1, dsum), None))
     saved = ctx.saved_tensors
     if saved[6] is None:
@@ -312,7 +315,8 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
     backward_request = _fused_gradients(
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
-    return forward.pick_gradients((*route.backward_of_two(*backward_request), None))
+    run = run_untraced(route.backward_of_two) if runs_untraced else route.backward_of_two
+    return forward.pick_gradients((*run(*backward_request), None))
 
 
 def _fused_gradients(options, saved, upstream, dbias1_dtype, wants) -> tuple:
@@ -394,7 +398,8 @@ class _NormWithFunctors(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *upstream):
         dy, _, dsum = ctx.prepared.split_outputs(upstream)
-        if by_torch.is_differentiated(*(each for each in (dy, dsum) if each is not None)):
+        present = [each for each in (dy, dsum) if each is not None]
+        if by_torch.is_differentiated(*present) and not is_traced():
             raise NotImplementedError(_has_no_second_derivative("load or store", "neither"))
         x, mean, rstd, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
         num, count = len(ctx.prepared.differentiable), len(arrays)
@@ -420,7 +425,7 @@ class _NormWithFunctors(torch.autograd.Function):
             input=raw,
             functors=functors,
         )
-        results = route.backward(BackwardRequest(operands, options))
+        results = run_untraced(route.backward)(BackwardRequest(operands, options))
         found = dict(zip(of_arrays, results.functors))
         gradients = ctx.prepared.pick_gradients((*results[:4], None, None, None))
         return *gradients, *(found.get(name) for name in functors.names())

@@ -97,10 +97,11 @@ def test_compiled_autograd_of_eager_calls(names, recipe):
 def test_8_bits_refuse_tangents_and_batches(name):
     """In a layer that records no gradients a tangent would be lost."""
     module, x = make(name), random(6, WIDTH)
+    transforms = "torch.func or forward mode|torch traces or transforms"
     with forward_ad.dual_level(), torch.no_grad(), region(DELAYED):
-        with pytest.raises(NotImplementedError, match="forward mode"):
+        with pytest.raises(NotImplementedError, match=transforms):
             module(forward_ad.make_dual(x, x))
-    with region(DELAYED), pytest.raises(NotImplementedError, match="torch.func"):
+    with region(DELAYED), pytest.raises(NotImplementedError, match=transforms):
         torch.func.grad(lambda x: module(x).sum())(x)
     with region(DELAYED):
         y = module(x)

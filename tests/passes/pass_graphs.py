@@ -7,11 +7,11 @@ import json
 import operator
 from typing import Any
 
+from cupynorm.nn.schemas import arguments_of
 from functorch.compile import min_cut_rematerialization_partition, nop
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Graph, GraphModule, Node
 
-from cupynorm.nn.schemas import arguments_of
 from cupynorm.passes import after_autograd, before_autograd
 from cupynorm.passes.report import Report
 
