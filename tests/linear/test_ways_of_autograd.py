@@ -24,6 +24,11 @@ class ResidualNorm(LayerNorm):
         return sum(super().forward(x, 2 * x, return_residual=True))
 
 
+class GatedNorm(RMSNorm):
+    def forward(self, x):
+        return super().forward(x, store=cupynorm.functors.silu_gate(gate=x))
+
+
 class EightBits(torch.nn.Sequential):
     """A norm whose 8-bit y a linear layer multiplies."""
 
@@ -39,6 +44,7 @@ def layer(**options):
 MODULES = {
     "norm": lambda: LayerNorm(WIDTH),
     "options": lambda: ResidualNorm(WIDTH, memory_efficient=True),
+    "functors": lambda: GatedNorm(WIDTH),
     "layer": layer,
     "delayed": lambda: layer(delay_wgrad_compute=True),
     "main_grad": lambda: Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True),
@@ -76,7 +82,8 @@ def step(module, recipe, backward=torch.Tensor.backward):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names, recipe", ((["norm", "options", "layer", "delayed"], None), (IN_8_BITS, DELAYED))
+    "names, recipe",
+    ((["norm", "options", "functors", "layer", "delayed"], None), (IN_8_BITS, DELAYED)),
 )
 def test_compiled_autograd_of_eager_calls(names, recipe):
     """torch.compile then traces the backward of calls that it has not compiled."""
