@@ -190,7 +190,7 @@ class Projected(torch.autograd.Function):
         )
         if differentiated and ctx.sink is None:
             return None, None, None, *_differentiable(ctx, norm, weights, biases, incoming)
-        if differentiated and not modes.is_traced():
+        if differentiated and not (_is_compiling() or _present_tracer()):  # by compiled autograd
             raise RuntimeError(
                 "create_graph is True for a layer with fuse_wgrad_accumulation or "
                 "delay_wgrad_compute; expected create_graph=False"

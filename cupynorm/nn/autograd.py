@@ -34,7 +34,6 @@ from .modes import (
     is_compiling,
     is_faked,
     is_jit_traced,
-    is_traced,
     present_tracer,
     run_untraced,
     wants_gradient,
@@ -306,7 +305,8 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
     if first_present is None:
         return (None,) * len(ctx.needs_input_grad)
     forward = ctx.prepared
-    runs_untraced = forward.options.memory_efficient and is_traced()
+    # Compiled autograd traces what runs now.
+    runs_untraced = forward.options.memory_efficient and bool(is_compiling() or present_tracer())
     if by_torch.is_differentiated(first_present) and not runs_untraced:
         return forward.pick_gradients((*_differentiable_with_options(ctx, dy, dy1, dsum), None))
     saved = ctx.saved_tensors
@@ -399,7 +399,7 @@ class _NormWithFunctors(torch.autograd.Function):
     def backward(ctx, *upstream):
         dy, _, dsum = ctx.prepared.split_outputs(upstream)
         present = [each for each in (dy, dsum) if each is not None]
-        if by_torch.is_differentiated(*present) and not is_traced():
+        if by_torch.is_differentiated(*present) and not (is_compiling() or present_tracer()):
             raise NotImplementedError(_has_no_second_derivative("load or store", "neither"))
         x, mean, rstd, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
         num, count = len(ctx.prepared.differentiable), len(arrays)

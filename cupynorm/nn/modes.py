@@ -123,17 +123,12 @@ def is_inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def is_traced() -> bool:
-    """Whether torch.compile traces what runs now or is called by it, as compiled autograd does."""
-    return is_compiling() or bool(present_tracer())
-
-
 def run_untraced(method):
     """The method itself, which torch.compile calls without tracing it.
 
     For methods that keep Python objects from step to step, such as scales.
     """
-    if not is_traced():
+    if not (is_compiling() or present_tracer()):
         return method
     if is_compiling():  # with fullgraph=True this raises the sentence
         torch._dynamo.graph_break(
