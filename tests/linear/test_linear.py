@@ -1,4 +1,4 @@
-"""layer_norm_linear under autograd: values, gradients, memory, operators and autocast."""
+"""layer_norm_linear under autograd: values, gradients, memory and autocast."""
 
 from __future__ import annotations
 
