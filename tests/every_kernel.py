@@ -33,7 +33,6 @@ from every_matrix import (
 )
 from every_product import Product, judge_product, products, run_product
 from every_quantized import NUM_FEW, few_multiprocessors, long_quantized, quantized_cases
-from every_split import run_shared, shared_cases
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
@@ -228,10 +227,6 @@ def steps() -> list[Step]:
         _step(_run_matrix, matrix, matrix.num_rows * matrix.num_cols) for matrix in matrices()
     ]
     every += [_step(_run_reduction, each, each.num_rows * each.num_cols) for each in reductions()]
-    every += [
-        _step(_run_shared, (case, num_ranks), case.num_rows * case.num_cols)
-        for case, num_ranks in shared_cases()
-    ]
     return every + [_step(_run_scales, num_steps, 0) for num_steps in STEPS]
 
 
@@ -280,12 +275,6 @@ def _run_matrix(matrix: Matrix, where: GpuCheckMachine) -> list[Finding]:
 
 def _run_reduction(reduction: Reduced, where: GpuCheckMachine) -> list[Finding]:
     return judge_reduction(reduction, *run_reduction(reduction, where))
-
-
-def _run_shared(shared: tuple[Case, int], where: GpuCheckMachine) -> list[Finding]:
-    case, num_ranks = shared
-    problem = random_problem(case)
-    return judge_all(problem, run_shared(problem, num_ranks, where))
 
 
 def _run_scales(num_steps: int, where: GpuCheckMachine) -> list[Finding]:

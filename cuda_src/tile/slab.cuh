@@ -1,4 +1,4 @@
-// slab.cuh -- the rows and columns that one block of reduce_matrix.cu or split_gradients.cu reads
+// slab.cuh -- the rows and columns that one block of reduce_matrix.cu reads
 #pragma once
 #include "tile.cuh"
 

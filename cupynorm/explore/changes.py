@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..gpu.arrays import type_in_words
+from ..gpu.private_folder import folder_of_process, is_private
 from ..gpu.source_files import source_files
 
 Replacements = Sequence[tuple[str, str]]
@@ -43,26 +45,28 @@ def changed_sources(changes: Changes) -> Path:
 
 
 def _folder_of(texts: dict[str, str]) -> Path:
-    """The same texts get the same folder, so that nothing is compiled twice."""
+    """The same texts get the same folder in a process, so that nothing is compiled twice."""
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"cupynorm-experiment-{digest}"
-    if _has(folder, texts):
-        return folder
-    own_folder = Path(tempfile.mkdtemp(prefix="cupynorm-experiment-"))
-    for name, text in texts.items():
-        (own_folder / name).write_text(text, encoding="utf-8")
-    try:
-        return own_folder.rename(folder)
-    except OSError:  # another process was faster, or the folder has lost a file
-        if not _has(folder, texts):
-            return own_folder
-        shutil.rmtree(own_folder)
-        return folder
+    parent = folder_of_process("sources")
+    folder = parent / digest
+    if not _has(folder, texts):
+        shutil.rmtree(folder, ignore_errors=True)
+        own_folder = Path(tempfile.mkdtemp(dir=parent))
+        for name, text in texts.items():
+            (own_folder / name).write_text(text, encoding="utf-8")
+            (own_folder / name).chmod(0o600)
+        try:
+            own_folder.rename(folder)
+        except OSError:  # another thread was faster
+            shutil.rmtree(own_folder)
+    return folder
 
 
 def _has(folder: Path, texts: dict[str, str]) -> bool:
-    """Whether the folder has these files. Others can write to temporary folders, too."""
+    """Whether the folder has these files, has not lost one, and is this user's."""
     try:
+        if not is_private(folder, stat.S_ISDIR) or not all(map(is_private, folder.iterdir())):
+            return False
         found = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
     except (OSError, ValueError):
         return False

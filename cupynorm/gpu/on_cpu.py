@@ -5,7 +5,6 @@ which they run, so that a missing barrier shows. Deadlocks, wrong masks and acce
 raise `OnCpuError`.
 """
 
-import atexit
 import ctypes
 import functools
 import hashlib
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 from ..plan.functors import FunctorError
 from ..plan.instances import Kernel
+from .private_folder import cache_folder, is_private, locked
 from .source_files import cuda_src, include_options, source_files
 
 # -ffp-contract=off: results are the same bits on all machines, with or without an fma instruction.
@@ -49,6 +49,7 @@ _TRACE_FLAGS = ["-fsanitize=thread", "-O1", "-fno-tree-sra", "-g"]
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 _MESSAGE_SIZE = 4096
 EVENT_BYTES = 40  # of a trace::Event
+_DIGEST_BYTES = 32  # at the end of each library
 
 
 class _Instruments(NamedTuple):
@@ -144,7 +145,8 @@ class CpuKernel:
     def first_address(self) -> int:
         """Where the library is loaded, which its debug information counts from."""
         maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        return min(int(line.split("-")[0], 16) for line in maps if line.endswith(str(self.path)))
+        names = (str(self.path), f"{self.path} (deleted)")
+        return min(int(line.split("-")[0], 16) for line in maps if line.endswith(names))
 
 
 def kernel(
@@ -169,7 +171,11 @@ def kernel(
     """
     _check_sanitizers(sanitize)
     instruments = _Instruments(sanitize, traced)
-    return _load(*_compile(Kernel(source, name_expression, functors), instruments, folder))
+    wanted = Kernel(source, name_expression, functors)
+    try:
+        return _load(*_compile(wanted, instruments, folder))
+    except FileNotFoundError:  # the cache was deleted meanwhile
+        return _load(*_compile(wanted, instruments, folder))
 
 
 def compile_many(
@@ -282,7 +288,7 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
         *paths,
     )
     path = runtime.parent / f"{key}.so"
-    if not path.exists():
+    if not _is_whole(path):
         libraries = [str(runtime)]
         if not instruments.of_kernel() and "__clang__" not in _compiler_and_macros()[1]:
             libraries += _LINK_FLAGS
@@ -300,10 +306,10 @@ def _runtime(folder: Path, instruments: _Instruments) -> Path:
     """Compiles the scheduler as a separate library, once, because that takes long."""
     headers = _headers(folder)
     flags = [*_RUNTIME_FLAGS, *instruments.of_runtime(), f"-I{headers}"]
-    cache = _cache_folder()
+    cache = cache_folder("on_cpu")
     key = _digest(_digest_of_files(headers), str(cache), *flags)
     path = cache / f"runtime-{key}.so"
-    if not path.exists():
+    if not _is_whole(path):
         _build('#include "cuda_on_cpu_runtime.cpp"\n', path, flags, "cuda_on_cpu_runtime.cpp")
     return path
 
@@ -335,10 +341,22 @@ def _build(
     text: str, path: Path, flags: list[str], name: str, libraries: list[str] | None = None
 ) -> None:
     command, _ = _compiler_and_macros()
-    # Several processes may build the same library at once. Each writes its own file and renames it.
+    with locked(path.with_suffix(".lock")):
+        if not _is_whole(path):  # another process may have built it
+            _build_alone(command, text, path, flags, name, libraries or [])
+
+
+def _build_alone(
+    command: tuple[str, ...],
+    text: str,
+    path: Path,
+    flags: list[str],
+    name: str,
+    libraries: list[str],
+) -> None:
+    # Others may build it too, where there are no locks. Each renames a file of its own.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as building:
         built = os.path.join(building, path.name)
-        libraries = libraries or []
         if _TRACE_FLAGS[0] in flags:
             # Two commands, because a linker that sees this flag adds the sanitizer's own library.
             compiled = f"{built}.o"
@@ -351,7 +369,33 @@ def _build(
             result = _run([*command, *flags, *inputs, "-o", built], text)
         if result.returncode != 0:
             raise OnCpuError(f"{name} does not compile with {command[0]}:\n{result.stderr.strip()}")
+        _seal(Path(built))
         os.replace(built, path)
+
+
+def _seal(library: Path) -> None:
+    """Appends the digest of a library, which loaders ignore."""
+    digest = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(digest)
+    library.chmod(0o700)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is this user's, and as it was built. A damaged one ends the process."""
+    if not is_private(library):
+        return False
+    found = os.lstat(library)
+    return _has_its_digest(library, found.st_ino, found.st_size, found.st_ctime_ns)
+
+
+@functools.cache
+def _has_its_digest(library: Path, *_version: int) -> bool:
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
 def _load(name_expression: str, path: Path) -> CpuKernel:
@@ -402,24 +446,3 @@ def _digest_of_included(folder: Path, *names: str) -> str:
                 digest.update(f"{name} {len(content)}\n{content}".encode())
                 left.append(_INCLUDE.findall(content))
     return digest.hexdigest()
-
-
-def _cache_folder() -> Path:
-    return _writable_folder(os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~"))
-
-
-@functools.cache
-def _writable_folder(cache_home: str, home: str) -> Path:
-    folder = (
-        (Path(cache_home) if os.path.isabs(cache_home) else Path(home) / ".cache")
-        / "cupynorm"
-        / "on_cpu"
-    )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        folder = tempfile.mkdtemp(prefix="cupynorm-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return Path(folder)

@@ -6,7 +6,6 @@ modes, repeated         what torch does with a call; whether it is like the last
 wrapped                 nested tensors and DTensors as arguments
 modules, second_names   LayerNorm and RMSNorm
 swap, probe             swap_norms, and how it finds out what a module computes
-row_statistics          what one rank computes of split rows
 autocast, recipes       fp8_autocast, and where scales come from
 fp8, amaxes             the scales that DelayedScaling keeps, and the end of its step
 fp8_norm, past_calls    modules with fp8_output; calls that a checkpoint runs again

@@ -5,5 +5,4 @@ a call      api, backward; options and request; route; checks; then prepared, wi
 parts of it functors, quantized_tensor; results; cache; checked_forward, what autograd needs
 plans       plans and plan_command print them, tiles makes measured ones hold
 matrices    quantize, reduce_matrix
-ranks       split_rows: rows whose columns are on several GPUs
 """

@@ -171,11 +171,10 @@ def layer_norm(
 
     For a torch DTensor y is placed as the input; so are residual and row_scale, also DTensors.
     weight and bias are replicated DTensors, or plain tensors that are the same on every rank. Rows
-    that are split between ranks stay split. With any of residual_dtype, row_scale, dropout_p,
-    weight1, bias1, round_x_hat, memory_efficient and an 8-bit out_dtype they are gathered first.
-    Each rank has a dropout mask of its own for its rows: that of dropout_seed + 2^32 times the
-    number of the rank. data and scale_inv of an 8-bit y are DTensors, the same as without ranks;
-    transpose needs two dimensions. load and store take no DTensor.
+    that are split between ranks are gathered first, and y is whole on each rank. Each rank has a
+    dropout mask of its own for its rows: that of dropout_seed + 2^32 times the number of the rank.
+    data and scale_inv of an 8-bit y are DTensors, the same as without ranks; transpose needs two
+    dimensions. load and store take no DTensor.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC

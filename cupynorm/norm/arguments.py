@@ -5,7 +5,7 @@ word of a struct has 8 bytes. A word is a constant of the plan, or the address o
 comes with each run (Address).
 
 The same calls run on a GPU (cupynorm.norm.prepared) and on the CPU (cupynorm.check).
-quantize.py, reduce_matrix.py and split_rows.py have those of other kernels.
+quantize.py and reduce_matrix.py have those of other kernels.
 """
 
 from __future__ import annotations

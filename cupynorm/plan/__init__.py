@@ -6,5 +6,5 @@ the choice  dispatch makes it, from the table in strategies; paths derives a til
             (tile_model, abilities), measured_tiles has faster ones, tile_checks judges a caller's
 rows        grids and few_rows: what their number changes
 C++         instances and functors: names of kernels and structs
-others      matrices, split_rows and *products: kernels that are no norm alone; candidates: for tune
+others      matrices and *products: kernels that are no norm alone; candidates: for tune
 """

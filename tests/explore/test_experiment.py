@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +61,8 @@ def test_a_diff_is_the_same_change():
 
 
 def test_a_folder_that_lost_a_file_is_not_used_again(tmp_path, monkeypatch):
-    """Temporary folders are cleaned file by file; others may write there first."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    """A cache may be deleted file by file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     texts = {path.name: path.read_text() for path in changed_sources(SAME).iterdir()}
     for spoil in (Path.unlink, lambda path: path.write_text("other")):
         spoil(changed_sources(SAME) / "statistics.cuh")

@@ -22,13 +22,6 @@ from cupynorm.plan.problem import SCALINGS, Layout, Problem
 from cupynorm.plan.products import DTYPES as PRODUCT_DTYPES
 from cupynorm.plan.products import NormLinearProblem, fold_launch, product_launch
 from cupynorm.plan.several_products import several_launch
-from cupynorm.plan.split_rows import (
-    Part,
-    gradients_launches,
-    normalize_launch,
-    statistics_launch,
-    sums_launch,
-)
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
 HAS_TIME = os.cpu_count() >= 8
@@ -328,27 +321,6 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
     return found
 
 
-def split_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
-    """The kernels of rows that ranks share: the widest part in registers, and one beyond it."""
-    found = []
-    for limit, x in itertools.product(limits, DTYPES):
-        pack_size = min(limit, 16 // DTYPES[x].itemsize)
-        widest = 1024 * pack_size * min(8, 32 // pack_size)
-        widths = [256 * pack_size * 7, widest]
-        widths += [widest + pack_size] * (x in ("bfloat16", "float64"))
-        for num_cols in widths:
-            weight = "float32" if x == "float16" else x
-            part = Part(8192, num_cols, limit, True, x, x, weight, weight, x == "bfloat16")
-            found += [statistics_launch(part), normalize_launch(part, combines=True)]
-            found.append(sums_launch(part))
-        options = {"dx": True, "dweight": weight, "dbias": weight}
-        found += gradients_launches(part, device, **options)[0]
-        part = part._replace(centered=False, y="float32", bias=None)
-        found.append(normalize_launch(part, combines=False))
-        found += gradients_launches(part, device, dx=True, dweight=None, dbias=None)[0]
-    return found
-
-
 def _grid(compute_capability: int) -> list[tuple]:
     """Pairs of problems and widths."""
     full, is_sm_90 = compute_capability in FULL, compute_capability == 90
@@ -408,7 +380,7 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     if not HAS_TIME:
         found = {kernel: found[kernel] for kernel in tightest(launches)}
     limits = pack_limits(compute_capability)
-    for launch in matrix_launches(limits, device) + split_launches(limits, device):
+    for launch in matrix_launches(limits, device):
         found.setdefault(launch.kernel, launch.kernel.name_expression)
     return found
 

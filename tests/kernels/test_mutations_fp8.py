@@ -217,9 +217,6 @@ from every_matrix import (
 )
 from cupynorm.check.quantized import judge_bytes
 from every_quantized import E4M3, Kept, quantized_cases, run_quantized
-from every_split import run_shared, shared_cases
-from cupynorm.check.cases import random_problem
-from cupynorm.check.results import judge_all
 
 machine = CpuMachine(sanitize=("address", "undefined"))
 findings = []
@@ -232,9 +229,6 @@ for matrix in matrices()[::{STEP}]:
     findings += judge_matrix(matrix, *run_matrix(matrix, machine))
 for reduction in reductions()[::{STEP}]:
     findings += judge_reduction(reduction, *run_reduction(reduction, machine))
-for case, num_ranks in shared_cases()[1:2]:
-    problem = random_problem(case)
-    findings += judge_all(problem, run_shared(problem, num_ranks, machine))
 findings += judge_scales(*run_scales(2, machine))
 # largest / amax, beyond what a float's exponent holds.
 for amax in (2e-38, 3e38):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 import tempfile
 
 import amax_ranks  # noqa: F401  (adds to CHECKS; first, because it counts reductions)
@@ -188,7 +189,7 @@ def trained(num_steps: int, length: int) -> torch.nn.Module:
 @check
 def sharded_layers_load_delayed_scales(rank: int) -> None:
     """Into new and trained layers, from sharded and whole checkpoints."""
-    folder = gathered(tempfile.mkdtemp())[0]
+    folder = gathered(tempfile.mkdtemp(dir=sys.argv[3]))[0]
     # With cpu_offload rank 0 alone has the state.
     offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
     spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

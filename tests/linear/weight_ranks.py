@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
 from unittest import mock
 
@@ -129,7 +130,7 @@ def weights_gathered_in_8_bits(rank: int) -> None:
         made = layers[0].weight.quantized.data
         assert made.dtype == torch.float8_e4m3fn and made.shape == (15, 16)
         layers[0].reshard()
-    path = gathered(tempfile.mkdtemp())[0]
+    path = gathered(tempfile.mkdtemp(dir=sys.argv[3]))[0]
     checkpoint.save(get_model_state_dict(layers), checkpoint_id=path)
     saved = [full(each).clone() for each in layers.parameters()]
     with torch.no_grad():

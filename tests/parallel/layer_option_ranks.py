@@ -38,8 +38,8 @@ from linear_bounds import assert_right, half_ulp
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
-from cupynorm.nn import row_statistics
 from cupynorm.parallel import ranks as ranks_module
+from cupynorm.parallel import row
 from cupynorm.parallel.products import FloatProducts
 from cupynorm.parallel.ranks import Pending
 
@@ -364,7 +364,7 @@ def launched():
     tell(ranks_module, "_scatter", "scatter")
     tell(distributed, "all_reduce", "all_reduce")
     tell(Pending, "wait", "wait", lambda pending: pending._work is not None)
-    tell(row_statistics, "normalize", "normalize")
+    tell(row, "normalize", "normalize")
     for name in ("dnormalized_of_ranks", "dnormalized"):
         tell(FloatProducts, name, "dnormalized")
     tell(FloatProducts, "dweight", "dweight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 
 import numpy as np
@@ -89,7 +90,7 @@ def checkpoints_load_at_another_size(case, rank):
     one = Case("column", False, case.norm, case.dtype)
     everything = Shares(one, rank)
     everything.outs, everything.ins = np.arange(OUT), np.arange(IN)
-    folder = gathered(tempfile.mkdtemp())[0]
+    folder = gathered(tempfile.mkdtemp(dir=sys.argv[3]))[0]
 
     def shards():
         return torch.nn.Sequential(make_layer(case, problem, own, **split))

@@ -1,0 +1,186 @@
+"""Folders of what is compiled and loaded: no other user can write them, and damage is mended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from on_cpu_calls import ROOT, instance
+
+from cupynorm.explore.changes import changed_sources
+from cupynorm.gpu import on_cpu
+from cupynorm.gpu.private_folder import cache_folder, folder_of_process, locked
+
+OTHER = 65534
+CHANGES = {"another.cuh": "constexpr int another = 1;\n"}
+CALL = "import on_cpu_calls; assert on_cpu_calls.block_sums(True, 0)"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(__file__).parent}")
+    return tmp_path / "cupynorm"
+
+
+@pytest.fixture
+def compiler() -> str:
+    try:
+        return on_cpu.compiler()
+    except on_cpu.NoCompilerError as error:
+        pytest.skip(str(error))
+
+
+def start(script: str, **variables: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", script]
+    return subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> None:
+    _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, (process.returncode, stderr)
+
+
+def test_folders_are_private_with_any_umask(cache):
+    before = os.umask(0)
+    try:
+        folders = [cache_folder("on_cpu"), changed_sources(CHANGES)]
+    finally:
+        os.umask(before)
+    for folder in folders:
+        assert cache in folder.parents
+        for each in (folder, *folder.parents):
+            if cache in (each, *each.parents):
+                assert each.stat().st_mode & 0o777 == 0o700
+
+
+def test_folders_that_others_can_write_are_refused(cache):
+    for folder in (cache, cache_folder("on_cpu")):
+        folder.chmod(0o777)
+        for use in (lambda: cache_folder("on_cpu"), lambda: instance("packs.cu", "scale_packs")):
+            with pytest.raises(PermissionError, match=rf"rm -r {folder}, or set XDG_CACHE_HOME"):
+                use()
+        folder.chmod(0o700)
+    cache.parent.chmod(0o777)
+    with pytest.raises(PermissionError, match=f"chmod go-w {cache.parent}"):
+        changed_sources(CHANGES)
+    cache.parent.chmod(0o1777)
+    assert changed_sources(CHANGES).is_dir()
+
+
+def test_links_are_refused(cache, tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="links are not followed"):
+        cache_folder("on_cpu")
+
+
+@needs_root
+def test_folders_of_another_user_are_refused(cache):
+    cache.mkdir(mode=0o700)
+    os.chown(cache, OTHER, OTHER)
+    for use in (lambda: cache_folder("on_cpu"), lambda: changed_sources(CHANGES)):
+        with pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
+            use()
+
+
+@needs_root
+def test_another_user_cannot_exchange_changed_sources():
+    """Neither by a folder that is made first nor by a file that is replaced later."""
+    folder = changed_sources(CHANGES)
+    for each in (folder, *folder.iterdir()):
+        os.chown(each, OTHER, OTHER)
+    folder = changed_sources(CHANGES)
+    assert {each.stat().st_uid for each in (folder, *folder.iterdir())} == {os.geteuid()}
+    attack = (
+        f"import os, pathlib; os.setgroups([]); os.setgid({OTHER}); os.setuid({OTHER})\n"
+        f"for act in (lambda: pathlib.Path({str(folder)!r}, 'another.cuh').write_text('other'),\n"
+        f"            lambda: os.rename({str(folder)!r}, {str(folder)!r} + 'x')):\n"
+        "    try: act()\n"
+        "    except PermissionError: continue\n"
+        "    raise SystemExit('exchanged')"
+    )
+    finish(start(attack))
+    assert (changed_sources(CHANGES) / "another.cuh").read_text() == CHANGES["another.cuh"]
+
+
+def test_changed_sources_go_with_their_process_alone(cache):
+    script = f"""
+import os
+from cupynorm.explore.changes import changed_sources
+folder = changed_sources({CHANGES!r})
+if os.fork() == 0:
+    raise SystemExit  # runs what is registered for the exit
+os.wait()
+assert (folder / "another.cuh").is_file()
+"""
+    finish(start(script))
+    assert not list((cache / "sources").iterdir())
+
+
+def test_folders_of_killed_processes_are_removed(cache):
+    process = start("pass")
+    finish(process)
+    old, own = (cache_folder("sources") / f"{pid}-a" for pid in (process.pid, os.getpid()))
+    for folder in (old, own):
+        folder.mkdir()
+        os.utime(folder, (0, 0))
+    folder_of_process("sources")
+    assert own.is_dir() and not old.exists()
+
+
+def test_a_lock_has_a_time_limit_and_leaves_no_file(tmp_path):
+    lock, entered = tmp_path / "a.lock", []
+
+    def wait() -> None:
+        with locked(lock, seconds=0.1):
+            entered.append(True)
+
+    with locked(lock):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join(10)
+        assert entered
+    assert not lock.exists()
+
+
+@pytest.mark.slow
+def test_damaged_libraries_are_built_again(cache, compiler):
+    finish(start(CALL))
+    libraries = sorted((cache / "on_cpu").glob("*.so"))
+    assert len(libraries) == 2
+    for library in libraries:
+        good = library.read_bytes()
+        half = len(good) // 2
+        for bad in (good[:half], b"", good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :]):
+            library.write_bytes(bad)
+            finish(start(CALL))
+            assert library.read_bytes() == good
+    libraries[0].chmod(0o777)
+    finish(start(CALL))
+    assert libraries[0].stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
+def test_the_cache_may_be_deleted_while_a_process_runs(cache, compiler):
+    again = "on_cpu_calls.block_sums"
+    delete = f"import shutil; shutil.rmtree({str(cache)!r})"
+    finish(start(f"{CALL}; {delete}; assert {again}(True, 1); {again}(False, 1)"))
+
+
+@pytest.mark.slow
+def test_processes_compile_each_library_once(cache, compiler, tmp_path):
+    log, wrapper = tmp_path / "log", tmp_path / "cxx"
+    wrapper.write_text(
+        f'#!/bin/sh\ncase "$*" in *-shared*) echo "$*" >> {log};; esac\nexec {compiler} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    for process in [start(CALL, CXX=str(wrapper)) for _ in range(4)]:
+        finish(process)
+    assert len(log.read_text().splitlines()) == 2
+    assert {path.suffix for path in (cache / "on_cpu").iterdir()} == {".so"}
