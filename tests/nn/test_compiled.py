@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import types
+from unittest import mock
 
 import pytest
 
@@ -105,6 +107,23 @@ def test_compiled_transforms_agree_with_those_of_torch(compile_anew):
     ):
         compiled = compile_anew(transform(ours("layer_norm")), backend="aot_eager")
         assert_close(compiled(x), transform(theirs("layer_norm"))(x))
+
+
+class Importing(types.ModuleType):
+    """Imports another module whenever it is looked at, as lazy packages do."""
+
+    def __getattribute__(self, name):
+        sys.modules[f"imported_{len(sys.modules)}"] = sys
+        return super().__getattribute__(name)
+
+
+def test_8_bit_outputs_are_compiled_beside_lazy_modules(compile_anew):
+    def call(x):
+        return cupynorm.rms_norm(x, 40, out_dtype="float8_e5m2", scale="row").dequantize()
+
+    with mock.patch.dict(sys.modules, lazy=Importing("lazy")):
+        made = compile_anew(call, backend="eager")(x := random(3, 40))
+    assert made.dtype == x.dtype and made.shape == x.shape
 
 
 class Norm(torch.nn.Module):
