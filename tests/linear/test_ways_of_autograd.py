@@ -85,6 +85,7 @@ def step(module, recipe, backward=torch.Tensor.backward):
     "names, recipe",
     ((["norm", "options", "functors", "layer", "delayed"], None), (IN_8_BITS, DELAYED)),
 )
+@pytest.mark.filterwarnings("error:Dynamo does not know:UserWarning")
 def test_compiled_autograd_of_eager_calls(names, recipe):
     """torch.compile then traces the backward of calls that it has not compiled."""
     from torch._dynamo import compiled_autograd
