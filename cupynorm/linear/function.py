@@ -78,7 +78,9 @@ def _by_torch(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """By operations that torch knows. Only meta tensors, which have no values, may have a sink."""
     operands, options = call
-    if sink is not None and not operands.input.is_meta:
+    if sink is not None and operands.input.is_meta:
+        return _normalize_then_project(call, sink)
+    if sink is not None:
         raise NotImplementedError(
             "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with tensors "
             "of a class of their own, or in a call that torch traces or transforms; expected plain "
@@ -97,6 +99,16 @@ def _by_torch(
         )
     weight, bias = (concatenate(part, options.dtype) for part in parts)
     y = functional.linear(normalized, weight, bias)
+    return y, normalized if options.return_normalized else None, added
+
+
+def _normalize_then_project(call: LinearCall, sink: WeightGradientSink) -> tuple:
+    """By two calls: a norm's, and one of a linear layer alone, which torch's product computes."""
+    operands, options = call
+    normalized, added = normalize_and_add(call)
+    operands = Operands(normalized, None, None, None, operands.weights, operands.biases)
+    alone = options._replace(centered=False, save_normalized=True, fused=None, has_norm=False)
+    y, _, _ = _apply(LinearCall(operands, alone), sink, None, *operands.all)
     return y, normalized if options.return_normalized else None, added
 
 
@@ -186,7 +198,7 @@ class Projected(torch.autograd.Function):
         weights, biases = parts[: ctx.num_weights], parts[ctx.num_weights :]
         incoming = compute.Incoming(dy, dnormalized, dsum)
         differentiated = by_torch.is_differentiated(
-            *(each for each in incoming if each is not None)
+            *(each for each in incoming if each is not None and not each.is_meta)
         )
         if differentiated and ctx.sink is None:
             return None, None, None, *_differentiable(ctx, norm, weights, biases, incoming)

@@ -132,13 +132,15 @@ def test_weight_gradients_in_main_grad_and_delayed(fuse, recipe):
 
 
 @pytest.mark.parametrize("kind", (Linear, cupynorm.LayerNormLinear))
-def test_layers_of_tensors_without_values(kind):
-    layer = kind(8, 4, device="meta")
+def test_weight_gradients_of_meta_tensors_are_in_main_grad_too(kind):
+    layer = kind(8, 4, device="meta", fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.empty_like(layer.weight)
     x = torch.empty(3, 8, device="meta", requires_grad=True)
     y = layer(x)
     y.square().sum().backward()
     assert y.is_meta and y.shape == (3, 4) and x.grad.shape == x.shape
-    assert layer.weight.grad.shape == (4, 8) and layer.bias.grad.shape == (4,)
+    assert layer.weight.grad is None and layer.bias.grad.shape == (4,)
+    assert layer.weight.main_grad._version > 0
     with FakeTensorMode(), pytest.raises(NotImplementedError, match="a class of their own"):
         kind(8, 4, device="cpu", delay_wgrad_compute=True)(torch.empty(3, 8))
 

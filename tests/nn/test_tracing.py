@@ -79,6 +79,12 @@ def test_jit_trace_of_a_linear_layer(recorded, options):
         assert_few_roundings([traced(x)], [layer(x)])
 
 
+@pytest.mark.parametrize("options", [{"out_dtype": "float8_e4m3fn"}, {"out": torch.empty(4, 16)}])
+def test_jit_trace_refuses_what_is_no_result_of_torch(options):
+    with pytest.raises(NotImplementedError, match="was given to a call that torch traces"):
+        jit_trace(lambda x: cupynorm.layer_norm(x, 16, **options), random_input(4, 16))
+
+
 def test_jit_trace_of_a_plain_linear_layer():
     layer, x = cupynorm.Linear(16, 8), random_input(7, 16, seed=1)
     assert torch.equal(jit_trace(layer, random_input(4, 16))(x), layer(x))
