@@ -469,9 +469,4 @@ def test_code_for_several_ranks_in_the_documents():
         "they_lie_where_torch_puts_its_own",
         "plain_parameters_count_as_the_same_on_every_rank",
     }
-    if two_ranks.model_ranks.HAS_PASSES:
-        claimed |= {
-            "distributed_data_parallel_with_graph_passes",
-            "fully_sharded_with_graph_passes",
-        }
     assert claimed <= set(two_ranks.CHECKS)

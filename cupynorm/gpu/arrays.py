@@ -199,7 +199,9 @@ class TorchLibrary:
 
     @staticmethod
     def dtype(name: str) -> Any:
-        return getattr(sys.modules["torch"], name)
+        import torch  # torch.compile would inspect all modules of sys.modules
+
+        return getattr(torch, name)
 
     @staticmethod
     def allocator(shape: tuple[int, ...], dtype: Any) -> Callable[[], Any]:

@@ -67,9 +67,9 @@ def normalize_and_project(call: LinearCall) -> tuple[Tensor, None, Tensor]:
         norm_bias,
         concatenate(weights, x.dtype),
         concatenate(biases, x.dtype),
-        options.eps,
-        options.centered,
-        options.zero_centered_weight,
+        eps=options.eps,
+        centered=options.centered,
+        zero_centered_weight=options.zero_centered_weight,
     )
     return y, None, added
 
@@ -81,6 +81,7 @@ def norm_linear(
     norm_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
+    *,
     eps: float | None,
     centered: bool,
     zero_centered_weight: bool,
@@ -101,15 +102,17 @@ def norm_linear(
 
 
 @norm_linear.register_fake
-def _without_memory(x, norm_weight, norm_bias, weight, bias, eps, centered, zero_centered_weight):
+def _without_memory(x, norm_weight, norm_bias, weight, bias, *, centered, **_):
     leading, dtype = x.shape[:-1], arithmetic(x)
     rstd = x.new_empty(leading, dtype=dtype)
     y = x.new_empty((*leading, weight.shape[0]))
     return y, x.new_empty(leading if centered else (0,), dtype=dtype), rstd
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, norm_weight, norm_bias, weight, bias, _, ctx.centered, ctx.zero_centered_weight = inputs
+def _save(ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: tuple) -> None:
+    x, norm_weight, norm_bias, weight, bias = inputs
+    ctx.centered = keyword_only_inputs["centered"]
+    ctx.zero_centered_weight = keyword_only_inputs["zero_centered_weight"]
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, mean, rstd, norm_weight, norm_bias, weight, bias)
@@ -136,7 +139,7 @@ def _differentiate(ctx: Any, dy: Tensor, _dmean: Any, _drstd: Any) -> tuple[Tens
         None if each is None else of.sum_to_size(each.shape).to(each.dtype)
         for each, of in of_parameters
     ]
-    return dx.to(x.dtype), sums[0], sums[1], dweight, sums[2], None, None, None
+    return dx.to(x.dtype), sums[0], sums[1], dweight, sums[2]
 
 
 norm_linear.register_autograd(_differentiate, setup_context=_save)

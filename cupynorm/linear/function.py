@@ -78,7 +78,9 @@ def _by_torch(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """By operations that torch knows. Only meta tensors, which have no values, may have a sink."""
     operands, options = call
-    if sink is not None and not operands.input.is_meta:
+    if sink is not None and operands.input.is_meta:
+        return _normalize_then_project(call, sink)
+    if sink is not None:
         raise NotImplementedError(
             "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with tensors "
             "of a class of their own, or in a call that torch traces or transforms; expected plain "
@@ -91,8 +93,22 @@ def _by_torch(
     parts = operands.weights, operands.biases
     if wrapped.is_any_dtensor(normalized):
         parts = ([wrapped.on_every_rank(each, normalized) for each in part] for part in parts)
+    elif wrapped.is_any_dtensor(*operands.weights, *operands.biases):
+        raise TypeError(
+            "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
+        )
     weight, bias = (concatenate(part, options.dtype) for part in parts)
     y = functional.linear(normalized, weight, bias)
+    return y, normalized if options.return_normalized else None, added
+
+
+def _normalize_then_project(call: LinearCall, sink: WeightGradientSink) -> tuple:
+    """By two calls: a norm's, and one of a linear layer alone, which torch's product computes."""
+    operands, options = call
+    normalized, added = normalize_and_add(call)
+    operands = Operands(normalized, None, None, None, operands.weights, operands.biases)
+    alone = options._replace(centered=False, save_normalized=True, fused=None, has_norm=False)
+    y, _, _ = _apply(LinearCall(operands, alone), sink, None, *operands.all)
     return y, normalized if options.return_normalized else None, added
 
 
@@ -181,13 +197,16 @@ class Projected(torch.autograd.Function):
         norm = SavedNorm(added, mean, rstd, norm_weight, norm_bias)
         weights, biases = parts[: ctx.num_weights], parts[ctx.num_weights :]
         incoming = compute.Incoming(dy, dnormalized, dsum)
-        if by_torch.is_differentiated(*(each for each in incoming if each is not None)):
-            if ctx.sink is not None:
-                raise RuntimeError(
-                    "create_graph is True for a layer with fuse_wgrad_accumulation or "
-                    "delay_wgrad_compute; expected create_graph=False"
-                )
+        differentiated = by_torch.is_differentiated(
+            *(each for each in incoming if each is not None and not each.is_meta)
+        )
+        if differentiated and ctx.sink is None:
             return None, None, None, *_differentiable(ctx, norm, weights, biases, incoming)
+        if differentiated and not (_is_compiling() or _present_tracer()):  # by compiled autograd
+            raise RuntimeError(
+                "create_graph is True for a layer with fuse_wgrad_accumulation or "
+                "delay_wgrad_compute; expected create_graph=False"
+            )
         with dtypes.outside_autocast(norm.x):  # backward() may be called inside of it
             weight = join(weights) if cast is None else cast
             saved = compute.Saved(norm, normalized, weight, weights, biases)

@@ -4,6 +4,7 @@ parameters.py         its parameters
 layer.py              one call of it
 fp8_layer.py          its calls inside cupynorm.fp8_autocast
 function.py           its other calls
+compiled.py           its operator for torch.compile
 gradient_layer.py     fuse_wgrad_accumulation and delay_wgrad_compute
 weight_gradients.py   how they add
 data_parallel.py      how they are averaged over the ranks of other libraries

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from ..norm import route
 from ..norm.cache import repeated
@@ -36,6 +35,7 @@ from .modes import (
     is_faked,
     is_jit_traced,
     present_tracer,
+    run_untraced,
     wants_gradient,
 )
 from .repeated import remember
@@ -305,7 +305,9 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
     if first_present is None:
         return (None,) * len(ctx.needs_input_grad)
     forward = ctx.prepared
-    if by_torch.is_differentiated(first_present):
+    # Compiled autograd traces what runs now.
+    runs_untraced = forward.options.memory_efficient and bool(is_compiling() or present_tracer())
+    if by_torch.is_differentiated(first_present) and not runs_untraced:
         return forward.pick_gradients((*_differentiable_with_options(ctx, dy, dy1, dsum), None))
     saved = ctx.saved_tensors
     if saved[6] is None:
@@ -313,7 +315,8 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
     backward_request = _fused_gradients(
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
-    return forward.pick_gradients((*route.backward_of_two(*backward_request), None))
+    run = run_untraced(route.backward_of_two) if runs_untraced else route.backward_of_two
+    return forward.pick_gradients((*run(*backward_request), None))
 
 
 def _fused_gradients(options, saved, upstream, dbias1_dtype, wants) -> tuple:
@@ -337,10 +340,8 @@ def _differentiable_with_options(ctx, dy, dy1, dsum) -> tuple:
     """The six gradients by torch."""
     options = ctx.prepared.options
     if options.memory_efficient:
-        raise NotImplementedError(
-            "a gradient of a norm with memory_efficient was asked for with create_graph=True or in "
-            "a batch; expected memory_efficient=False"
-        )
+        said = _has_no_second_derivative("memory_efficient", "memory_efficient=False")
+        raise NotImplementedError(said)
     x, _, _, weight, weight1, row_scale, seed, _ = ctx.saved_tensors
     dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
     upstream = dy, dy1
@@ -361,6 +362,13 @@ def _differentiable_with_options(ctx, dy, dy1, dsum) -> tuple:
     sums = [None if each is None else _sum_rows(each, options.extents) for each in upstream]
     gradients = dx, dweight, sums[0], total, dweight1, sums[1]
     return tuple(each if wanted else None for each, wanted in zip(gradients, _wanted(ctx)))
+
+
+def _has_no_second_derivative(given: str, expected: str) -> str:
+    return (
+        f"a gradient of a norm with {given} was asked for with create_graph=True or in a batch; "
+        f"expected {expected}"
+    )
 
 
 class _NormWithFunctors(torch.autograd.Function):
@@ -388,9 +396,11 @@ class _NormWithFunctors(torch.autograd.Function):
         return ctx.prepared.pick_outputs(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *upstream):
         dy, _, dsum = ctx.prepared.split_outputs(upstream)
+        present = [each for each in (dy, dsum) if each is not None]
+        if by_torch.is_differentiated(*present) and not (is_compiling() or present_tracer()):
+            raise NotImplementedError(_has_no_second_derivative("load or store", "neither"))
         x, mean, rstd, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
         num, count = len(ctx.prepared.differentiable), len(arrays)
         if dy is None and dsum is None:
@@ -415,7 +425,7 @@ class _NormWithFunctors(torch.autograd.Function):
             input=raw,
             functors=functors,
         )
-        results = route.backward(BackwardRequest(operands, options))
+        results = run_untraced(route.backward)(BackwardRequest(operands, options))
         found = dict(zip(of_arrays, results.functors))
         gradients = ctx.prepared.pick_gradients((*results[:4], None, None, None))
         return *gradients, *(found.get(name) for name in functors.names())

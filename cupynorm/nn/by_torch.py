@@ -204,7 +204,8 @@ def _quantized(y: Tensor, operands: ForwardOperands, options: ForwardOptions) ->
 
 def is_differentiated(*gradients: Tensor | None) -> bool:
     """In a backward: whether its results are differentiated, batched, traced or have tangents."""
-    return torch.is_grad_enabled() or any(map(modes.is_mapped, gradients)) or takes(*gradients)
+    # takes first: torch.compile cannot trace is_mapped.
+    return takes(*gradients) or torch.is_grad_enabled() or any(map(modes.is_mapped, gradients))
 
 
 def pull_back(

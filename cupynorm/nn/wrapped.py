@@ -106,21 +106,27 @@ def normalize_dtensors(
 
     operands, options = request
     input, by_row = operands.input, ("input", "residual", "row_scale")
-    refused = {"an 8-bit out_dtype": options.quantization, "dropout_p": options.dropout_p}
+    refused = {"an 8-bit out_dtype": options.quantization, "dropout_p": options.dropout_p or None}
     refused |= {"out": operands.out, "load or store": operands.functors}
     for name, given in refused.items():
-        if given:
+        if given is not None:
             raise NotImplementedError(
                 f"{name} was given and an argument is a DTensor; expected to_local()"
             )
+    first = input.ndim - len(options.extents)
     for name in by_row:
-        each = getattr(operands, name)
-        if each is not None and not is_any_dtensor(each):
+        each, shape = getattr(operands, name), input.shape
+        if each is None:
+            continue
+        if not is_any_dtensor(each):
             raise TypeError(
                 f"{name} is {type_in_words(each)} and another argument is a DTensor; "
                 "expected a DTensor too"
             )
-    mesh, first = input.device_mesh, input.ndim - len(options.extents)
+        shape = shape[:first] if name == "row_scale" else shape
+        if each.shape != shape:  # parts of some ranks may fit
+            raise ValueError(f"{name} has shape {tuple(each.shape)}; expected {tuple(shape)}")
+    mesh = input.device_mesh
     rows = [
         each if each.is_shard() and each.dim < first else Replicate() for each in input.placements
     ]

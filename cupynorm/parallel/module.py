@@ -1,6 +1,6 @@
 """torch: LayerNormLinear on one rank or several: which part of it a rank has, and its calls.
 
-function.py         an eager call, differentiable
+function.py         a call, differentiable, eager and for torch.compile
 column.py, row.py   what ranks compute and exchange in it
 products.py         their products, in the dtype of the call or in 8-bit floats
 overlap.py          products that overlap with collectives

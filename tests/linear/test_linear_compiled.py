@@ -10,7 +10,6 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 
-from fp8_linear_cases import RECIPES  # noqa: E402
 from linear_cases import (  # noqa: E402
     CPU,
     DEVICES,
@@ -22,9 +21,11 @@ from linear_cases import (  # noqa: E402
     leaves,
     recorded,
 )
+from norm_calls import assert_few_roundings  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
-from cupynorm import LayerNormLinear, fp8_autocast  # noqa: E402
+from cupynorm import LayerNormLinear  # noqa: E402
+from cupynorm.linear import compiled as operator  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("sums_in_float32")
 @pytest.mark.parametrize("norm_name", NORMS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_without_a_graph_break(device, norm_name, way):
+    """The normalised tensor is rounded and multiplied, whatever the way of an eager call."""
     problem = draw(norm_name, "float32", residual=True, dnormalized=way != WAYS[2], dsum=True)
     if way == WAYS[2]:
         problem.dnormalized = None
@@ -41,57 +43,17 @@ def test_compiled_without_a_graph_break(device, norm_name, way):
     compiled = torch.compile(
         call, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor"
     )
-    eager, traced = (recorded(problem, device, run=run, **way) for run in (call, compiled))
-    assert set(eager) == set(traced)
-    if way != WAYS[2]:
-        assert_right(problem, traced, () if problem.dnormalized is not None else ("normalized",))
-    for name, value in traced.items():
-        if device == "cpu":
-            np.testing.assert_array_equal(value, eager[name], err_msg=name)
+    traced = recorded(problem, device, run=compiled, **way)
+    assert set(traced) == set(recorded(problem, device, **way))
+    assert_right(problem, traced, () if problem.dnormalized is not None else ("normalized",))
     with torch.no_grad():
-        given = leaves(problem, device)
-        np.testing.assert_array_equal(
-            as_float64({"y": compiled(problem, given, **way)})["y"],
-            as_float64({"y": call(problem, given, **way)})["y"],
-        )
+        made = as_float64({"y": compiled(problem, leaves(problem, device), **way)})
+    assert_near(made["y"], traced["y"], 2.0**-20)
 
 
-@pytest.mark.parametrize("save_normalized, num_kept", ((False, 1), (True, 2)))
-def test_tensors_saved_in_a_compiled_graph(save_normalized, num_kept):
-    """As in eager mode: x, and with save_normalized the normalised tensor."""
-    from functorch.compile import min_cut_rematerialization_partition, nop
-    from torch._functorch.aot_autograd import aot_module_simplified
-
-    handed = []
-
-    def backend(module, inputs):
-        def backward(graph, tensors):
-            handed.extend(
-                each.meta["val"] for each in graph.graph.nodes if each.op == "placeholder"
-            )
-            return nop(graph, tensors)
-
-        return aot_module_simplified(
-            module,
-            inputs,
-            fw_compiler=nop,
-            bw_compiler=backward,
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-    problem = draw(dtype="bfloat16", num_rows=64, in_features=96)
-    torch._dynamo.reset()
-    given = leaves(problem)
-    call_it = torch.compile(
-        lambda given: call(problem, given, save_normalized=save_normalized),
-        backend=backend,
-        fullgraph=True,
-    )
-    call_it(given).sum().backward()
-    whole = [
-        each for each in handed if isinstance(each, torch.Tensor) and tuple(each.shape) == (64, 96)
-    ]
-    assert len(whole) == num_kept
+def assert_near(got, expected, unit):
+    """Compares results that are a few roundings of the largest one apart."""
+    np.testing.assert_allclose(got, expected, rtol=0, atol=unit * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved", "fold"))
@@ -114,7 +76,7 @@ def test_autocast_inside_and_outside_a_compiled_function(way):
                 return function(problem, given, **options).float()  # noqa: B023
 
         for name, value in recorded(problem, run=run, **way).items():
-            np.testing.assert_array_equal(value, eager[name], err_msg=name)
+            assert_near(value, eager[name], 4 * 2.0**-8)
 
 
 @pytest.mark.parametrize(
@@ -153,40 +115,20 @@ def test_one_graph_for_any_number_of_rows():
             y = run(x)
             y.sum().backward()
             made.append((y, x.grad, module.q_weight.grad, module.k_bias.grad))
-        assert all(torch.equal(*pair) for pair in zip(*made)), num_rows
+        assert_few_roundings(*made, 2**6)
     assert backend.frame_count <= 4  # the compiler may specialise 0, 1 and the first number
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES], ids=str)
 @pytest.mark.parametrize("layer", [LayerNormLinear, cupynorm.Linear])
-def test_a_dynamic_number_of_rows_stays_dynamic(layer, recipe):
+def test_a_dynamic_number_of_rows_stays_dynamic(layer):
     torch._dynamo.reset()
     module, backend = layer(32, 16, **CPU), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=backend)
     for num_rows in (3, 5):
         x = torch.ones(num_rows, 32, requires_grad=True)
         torch._dynamo.mark_dynamic(x, 0)  # raises if something makes a constant of it
-        with fp8_autocast(enabled=recipe is not None, recipe=recipe):
-            compiled(x).sum().backward()
+        compiled(x).sum().backward()
     assert backend.frame_count == 1
-
-
-def test_the_compiler_refuses_the_arguments_that_eager_mode_refuses():
-    compiled = torch.compile(cupynorm.layer_norm_linear, backend="aot_eager")
-    x, one, weight = torch.ones(3, 24), torch.ones(24), torch.ones(16, 24)
-    for given in (
-        (x, one, one, weight[:, 1:]),
-        (x, one, one[1:], weight),
-        (x, one, one, weight, one),
-        (x, one, one, weight.half()),
-    ):
-        torch._dynamo.reset()
-        for run in (cupynorm.layer_norm_linear, compiled):
-            with pytest.raises(
-                (ValueError, TypeError, RuntimeError),
-                match="has shape .* expected|is of dtype .* expected",
-            ):
-                run(*given)
 
 
 def test_a_layer_with_delayed_gradients_breaks_the_graph():
@@ -224,8 +166,8 @@ def test_export_and_functional_calls_give_the_eager_results():
     module = LayerNormLinear(24, 16, **CPU)
     x = torch.arange(96.0).reshape(4, 24).sin()
     exported = torch.export.export(module, (x,))
-    assert sum("norm_linear" in str(node.target) for node in exported.graph.nodes) == 1
-    assert torch.equal(exported.module()(x), module(x))
+    assert not any("cupynorm" in str(node.target) for node in exported.graph.nodes)
+    assert_few_roundings([exported.module()(x)], [module(x)])
     parameters = dict(module.named_parameters())
 
     def loss(parameters):
@@ -240,3 +182,22 @@ def test_export_and_functional_calls_give_the_eager_results():
             rtol=2.0**-18,
             atol=2.0**-18 * gradient.abs().max().item(),
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm_name", NORMS)
+def test_the_operator_of_one_kernel(norm_name):
+    """On the CPU a norm and a product compute it. Its gradients are written in torch."""
+    given = leaves(draw(norm_name, "float32"))
+    tensors = [given[name] for name in ("x", "norm_weight", "norm_bias", "weight", "bias")]
+    options = {"eps": 1e-5, "centered": norm_name == "layer_norm", "zero_centered_weight": True}
+    torch.library.opcheck(operator.norm_linear, tuple(tensors), options)
+    y, _, _ = operator.norm_linear(*tensors, **options)
+    run = getattr(cupynorm, f"{norm_name}_linear")
+    x, norm_weight, norm_bias, weight, bias = tensors
+    right = run(
+        x, norm_weight, weight=weight, bias=bias, norm_bias=norm_bias, zero_centered_weight=True
+    )
+    dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+    found, expected = (torch.autograd.grad(each, tensors, dy) for each in (y, right))
+    assert_few_roundings([y, *found], [right, *expected], 2**6)

@@ -17,7 +17,7 @@ from linear_cases import CPU, DEVICES, SPLIT, as_float64, problem_of, tensor  # 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
-from cupynorm.linear.call import Operands  # noqa: E402
+from cupynorm.linear.kernels import SavedNorm  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
@@ -260,8 +260,8 @@ def test_tensors_held_for_a_delayed_gradient(frozen):
     rows, make_normalized, *_ = module._delayed[0].args[0]
     if frozen:
         cells = [cell.cell_contents for cell in make_normalized.__closure__]
-        (operands,) = [each for each in cells if isinstance(each, Operands)]
-        held = [each for each in (*cells, *operands.all) if isinstance(each, torch.Tensor)]
+        (saved,) = [each for each in cells if isinstance(each, SavedNorm)]
+        held = [each for each in (*cells, *saved) if isinstance(each, torch.Tensor)]
     else:
         held = list(make_normalized.args)
     large = [each for each in held if each.numel() > 96]
@@ -350,9 +350,7 @@ def test_tensors_elsewhere_and_arrays_are_refused():
     with pytest.raises(ValueError, match="weight is a torch tensor on cpu, input is .* meta"):
         module(x.to("meta"))
     given = (module.layer_norm_weight, module.layer_norm_bias, module.weight)
-    with pytest.raises(
-        TypeError, match="residual is an ndarray; expected a torch tensor, as input is"
-    ):
+    with pytest.raises(ValueError, match="residual is a NumPy array, input is a torch tensor"):
         cupynorm.layer_norm_linear(x, *given, residual=x.numpy())
 
 

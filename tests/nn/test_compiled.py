@@ -1,46 +1,23 @@
-"""Calls in torch.compile, torch.export and make_fx give the eager results."""
+"""Calls in torch.compile, torch.export and make_fx: torch's operations, near the eager results."""
 
 from __future__ import annotations
 
 import functools
 import subprocess
 import sys
+import types
+from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from norm_calls import assert_close, leaves, ours, random, theirs  # noqa: E402
+from norm_calls import assert_close, assert_few_roundings, leaves, ours, random, theirs  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 from torch.func import grad, jvp, vmap  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import cupynorm  # noqa: E402
-from cupynorm.nn import modes  # noqa: E402
-from cupynorm.norm import route  # noqa: E402
-from cupynorm.norm.options import launch_options  # noqa: E402
-
-
-def test_a_compiled_call_passes_on_its_launch_options():
-    x = random(3, 40, dtype=torch.float32)
-    options = {
-        "sm_margin": 2,
-        "strategy": "block",
-        "statistics": "welford",
-        "tile": {"pack_size": 4, "threads_per_row": 32},
-    }
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        plain = route.prepare_forward
-        patch.setattr(
-            route,
-            "prepare_forward",
-            lambda *given: seen.append(given[0].options.launch) or plain(*given),
-        )
-        torch.compile(
-            lambda x: cupynorm.layer_norm(x, 40, **options), fullgraph=True, backend="aot_eager"
-        )(x)
-    assert seen[-1] == launch_options("block", options["tile"], "welford", 2)
 
 
 def block(x, weight, bias, residual):
@@ -58,14 +35,17 @@ def block_tensors(num_rows: int, dtype=torch.float32, device="cpu") -> list[torc
 
 
 def check_compiled(compiled, tensors) -> None:
-    """Checks that outputs and gradients of a compiled block are the eager ones, to the bit."""
-    expected, got = (function(*tensors) for function in (block, compiled))
-    assert torch.equal(got, expected)
-    dy = torch.ones_like(expected)
-    for one, other in zip(*(torch.autograd.grad(y, tensors, dy) for y in (got, expected))):
-        assert torch.equal(one, other) and one.dtype == other.dtype
+    """Checks that outputs and gradients of a compiled block are near the eager ones.
+
+    Each passes two norms, and gradients of parameters are sums of up to 51 rows.
+    """
+    expected, got = (
+        (y := function(*tensors), *torch.autograd.grad(y, tensors, torch.ones_like(y)))
+        for function in (block, compiled)
+    )
+    assert_few_roundings(got, expected, 2**6)
     with torch.no_grad():
-        assert torch.equal(compiled(*tensors), block(*tensors))
+        assert_few_roundings([compiled(*tensors)], expected[:1])
 
 
 @pytest.fixture
@@ -85,19 +65,13 @@ def test_compiled_for_any_number_of_rows_without_a_graph_break(compile_anew, bac
         17,
         2,
     ):  # not the 3 of the second dimension: torch would take equal extents for one
-        tensors = block_tensors(num_rows)
-        results = [
-            (y := function(*tensors), *torch.autograd.grad(y.sum(), tensors))
-            for function in (block, compiled)
-        ]
-        assert results[0][0].shape == (num_rows, 3, 40)
-        assert all(map(torch.equal, *results))
-    assert counters["stats"]["unique_graphs"] == 1
+        check_compiled(compiled, block_tensors(num_rows))
+    assert counters["stats"]["unique_graphs"] == 2  # with gradients and without
     assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_compiled_results_are_the_eager_ones(compile_anew, dtype):
+def test_compiled_results_are_near_the_eager_ones(compile_anew, dtype):
     compiled = compile_anew(block, backend="aot_eager")
     check_compiled(compiled, block_tensors(4, dtype))
 
@@ -110,26 +84,20 @@ import torch, cupynorm  # noqa: E402
 x = torch.ones(3, 40)
 call = lambda x: cupynorm.layer_norm(x, x.shape[-1])
 compiled = torch.compile(call, fullgraph=True, backend="eager")
-assert torch.equal(compiled(x), cupynorm.layer_norm(x, 40))
+assert torch.allclose(compiled(x), cupynorm.layer_norm(x, 40))
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
 
 
-def test_inductor_gives_the_eager_results(compile_anew):
+def test_inductor_gives_results_near_the_eager_ones(compile_anew):
     tensors = [tensor.detach() for tensor in block_tensors(4)]
     compiled = compile_anew(lambda *given: cupynorm.rms_norm(cupynorm.layer_norm(*given), 40))
     given = (tensors[0], 40, *tensors[1:3])
-    assert torch.equal(compiled(*given), cupynorm.rms_norm(cupynorm.layer_norm(*given), 40))
-
-
-OLD_COMPILER = pytest.mark.skipif(
-    not modes.compiler_sees_transforms,
-    reason="this torch's compiler refuses transforms, and puts its own words for an exception's",
-)
+    right = cupynorm.rms_norm(cupynorm.layer_norm(*given), 40)
+    assert_few_roundings([compiled(*given)], [right])
 
 
 @pytest.mark.slow
-@OLD_COMPILER
 def test_compiled_transforms_agree_with_those_of_torch(compile_anew):
     weight, x, tangent = random(5), random(3, 5), random(3, 5, seed=1)
     for transform in (
@@ -141,15 +109,21 @@ def test_compiled_transforms_agree_with_those_of_torch(compile_anew):
         assert_close(compiled(x), transform(theirs("layer_norm"))(x))
 
 
-@OLD_COMPILER
-def test_compiled_calls_raise_the_errors_of_eager_ones(compile_anew):
-    x = torch.ones(3, 40)
-    compiled = compile_anew(lambda x, weight: cupynorm.layer_norm(x, 40, weight), backend="eager")
-    with pytest.raises(Exception, match=r"weight has shape \(41,\); expected \(40,\)"):
-        compiled(x, torch.ones(41))
-    compiled = compile_anew(lambda x, out: cupynorm.layer_norm(x, 40, out=out), backend="eager")
-    with pytest.raises(Exception, match="out was given to a call that torch traces or transforms"):
-        compiled(x, torch.ones(3, 40))
+class Importing(types.ModuleType):
+    """Imports another module whenever it is looked at, as lazy packages do."""
+
+    def __getattribute__(self, name):
+        sys.modules[f"imported_{len(sys.modules)}"] = sys
+        return super().__getattribute__(name)
+
+
+def test_8_bit_outputs_are_compiled_beside_lazy_modules(compile_anew):
+    def call(x):
+        return cupynorm.rms_norm(x, 40, out_dtype="float8_e5m2", scale="row").dequantize()
+
+    with mock.patch.dict(sys.modules, lazy=Importing("lazy")):
+        made = compile_anew(call, backend="eager")(x := random(3, 40))
+    assert made.dtype == x.dtype and made.shape == x.shape
 
 
 class Norm(torch.nn.Module):
@@ -162,31 +136,27 @@ class Norm(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_exported_module_gives_the_eager_results(strict):
+def test_an_exported_module_takes_any_rows(strict):
     module, rows = Norm(), {0: torch.export.Dim("num_rows")}
     exported = torch.export.export(
         module, (torch.ones(4, 40),), dynamic_shapes={"x": rows}, strict=strict
     )
-    assert (
-        sum(node.target == torch.ops.cupynorm.norm_forward.default for node in exported.graph.nodes)
-        == 1
-    )
+    assert not any("cupynorm" in str(node.target) for node in exported.graph.nodes)
     for num_rows in (4, 9, 2):
         x = random(num_rows, 40, dtype=torch.float32)
-        assert torch.equal(exported.module()(x), module(x))
+        assert_few_roundings([exported.module()(x)], [module(x)])
 
 
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-def test_make_fx_traces_the_operators(tracing_mode):
+def test_make_fx_traces_operations_of_torch(tracing_mode):
     def gradients(x, weight):
         return torch.autograd.grad(cupynorm.layer_norm(x, 40, weight).sum(), (x, weight))
 
     given = leaves((3, 40), (40,), dtype=torch.float32)
     graph = make_fx(gradients, tracing_mode=tracing_mode)(*given)
     names = {str(node.target) for node in graph.graph.nodes}
-    assert {"cupynorm.norm_forward.default", "cupynorm.norm_backward.default"} <= names
-    for got, expected in zip(graph(*given), gradients(*given)):
-        assert torch.equal(got, expected)
+    assert not any("cupynorm" in name for name in names)
+    assert_few_roundings(graph(*given), gradients(*given))
 
 
 # GPU.
@@ -196,35 +166,9 @@ def test_make_fx_traces_the_operators(tracing_mode):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_by_inductor_on_a_gpu(compile_anew, dtype, dynamic):
-    """Results and gradients are the eager ones to the bit.
-
-    torch fuses only products with powers of two and one sum of two, whose roundings do not depend
-    on the fusion.
-    """
-
-    def scaled(x, weight, bias, residual):
-        y, added = cupynorm.layer_norm(
-            2 * x, 40, weight, bias, residual=residual, return_residual=True
-        )
-        return cupynorm.rms_norm(4 * y, 40, weight), 0.5 * added
-
-    compiled = compile_anew(scaled, dynamic=dynamic)
-    for num_rows in (4, 4096) if dynamic else (4,):
-        tensors = block_tensors(num_rows, dtype, "cuda")
-        results = []
-        for function in (scaled, compiled):
-            y, added = function(*tensors)
-            results.append(
-                (
-                    y,
-                    added,
-                    *torch.autograd.grad(
-                        (y, added), tensors, (torch.ones_like(y), torch.ones_like(added))
-                    ),
-                )
-            )
-        for name, one, other in zip(("y", "sum", "dx", "dweight", "dbias", "dresidual"), *results):
-            assert torch.equal(one, other), name
+    compiled = compile_anew(block, dynamic=dynamic)
+    for num_rows in (4, 17) if dynamic else (4,):
+        check_compiled(compiled, block_tensors(num_rows, dtype, "cuda"))
 
 
 @pytest.mark.gpu
@@ -235,4 +179,4 @@ def test_a_compiled_module_is_captured_in_a_graph(compile_anew):
         for seed in range(4):  # warm-up, capture, replay
             x = random(8, 40, dtype=torch.float32, device="cuda", seed=seed)
             torch.compiler.cudagraph_mark_step_begin()
-            assert torch.equal(compiled(x), module(x))
+            assert_few_roundings([compiled(x)], [module(x)])

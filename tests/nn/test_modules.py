@@ -17,6 +17,7 @@ from cupynorm.check.results import CheckResult, judge_all
 
 torch = pytest.importorskip("torch")
 from module_inputs import BOTH, DEVICES_HERE, random_input, tensor  # noqa: E402
+from norm_calls import assert_few_roundings  # noqa: E402
 
 
 def results(
@@ -191,7 +192,7 @@ def test_weights_may_be_plain_tensors(ours, theirs):
 
 
 @BOTH
-def test_compiled_modules_give_the_eager_results(ours, theirs):
+def test_compiled_modules_give_results_near_the_eager_ones(ours, theirs):
     torch.compiler.reset()
     module, x = ours(8), random_input(3, 8).requires_grad_()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -199,10 +200,12 @@ def test_compiled_modules_give_the_eager_results(ours, theirs):
         (y := each(x), *torch.autograd.grad(y.square().sum(), (x, *module.parameters())))
         for each in (module, compiled)
     ]
-    assert all(map(torch.equal, *results)) and len(results[0]) == 2 + len([*module.parameters()])
+    assert_few_roundings(*results, 2**5)  # dx is a difference of larger terms
+    assert len(results[0]) == 2 + len([*module.parameters()])
     with torch.no_grad():
         module.weight.mul_(2)
-    assert torch.equal(compiled(x), module(x)) and not torch.equal(module(x), results[0][0])
+    assert_few_roundings([compiled(x)], [module(x)])
+    assert not torch.equal(module(x), results[0][0])
 
 
 # The interface of TransformerEngine.
@@ -297,8 +300,8 @@ def test_explicit_forwards_and_linear_layers_of_meta_tensors():
     with pytest.raises(TypeError, match="input is a torch tensor on meta, which has no memory"):
         with cupynorm.fp8_autocast():
             layer(x)
-    with pytest.raises(NotImplementedError, match="of meta tensors .* expected plain tensors"):
-        cupynorm.layer_norm(x, 8, out_dtype="float8_e4m3fn", scale="row")
+    y = cupynorm.layer_norm(x, 8, out_dtype="float8_e4m3fn", scale="row")
+    assert y.data.is_meta and y.data.shape == (3, 8) and y.scale_inv.shape == (3, 1)
 
 
 def _on_cpu(options: dict) -> dict:

@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from norm_calls import assert_few_roundings  # noqa: E402
+
 import cupynorm  # noqa: E402
 
 LENGTHS, COLS = (3, 0, 7), 16
@@ -106,7 +108,7 @@ def test_a_compiled_norm_keeps_the_sequences():
     norm = cupynorm.LayerNorm(COLS)
     y = torch.compile(norm, backend="aot_eager", fullgraph=True)(input)
     assert y.shape[0] == input.shape[0] and (y.offsets() == input.offsets()).all()
-    assert_same(y.values(), norm(input).values())
+    assert_few_roundings([y.values()], [norm(input).values()])
 
 
 def test_what_cannot_be_is_refused_in_a_sentence():

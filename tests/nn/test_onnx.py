@@ -11,7 +11,6 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
-pytest.importorskip("cupynorm.linear.operator")  # registers all operators
 reference = pytest.importorskip("onnx.reference")
 
 ROWS = {0: torch.export.Dim("rows")}
@@ -142,55 +141,9 @@ def test_a_model_whose_norms_were_swapped():
     torch.testing.assert_close(got, layer(x).detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_is_refused():
-    module = Call(layer_norm, dropout_p=0.5)
-    with pytest.raises(Exception, match=r"dropout_p is 0.5 .* call eval\(\) on the model first"):
-        export(module, draw(5, 16))
-
-
 @pytest.mark.slow
 def test_functors_are_refused():
     load = cupynorm.functors.layer_scale(scale=draw(16))
     module = Call(layer_norm, load=load)
-    with pytest.raises(Exception, match="load or store was given .* expected neither"):
+    with pytest.raises(Exception, match="load or store was given to a call that torch"):
         export(module, draw(5, 16))
-
-
-def test_an_exported_program():
-    """torch.export records the operators. The exporter then decomposes them."""
-    layer = cupynorm.LayerNormLinear(16, 24, device="cpu")
-    module, x = torch.nn.Sequential(cupynorm.RMSNorm(16), layer), draw(5, 16)
-    program = torch.export.export(module, (x,))
-    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert {"cupynorm.norm_forward.default", "cupynorm.norm_linear.default"} <= called
-    model = torch.onnx.export(program, verbose=False).model_proto
-    (got,) = run(model, x)
-    torch.testing.assert_close(got, module(x).detach(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("centered", [False, True])
-def test_decompositions_give_all_results_of_the_operators(centered):
-    x, weight, bias, residual = draw(5, 16), draw(16), draw(16) + 1, draw(5, 16).flip(0)
-    norm = (16,), 1e-5, centered, True, None, 0, None, None, None
-    forward = torch.ops.cupynorm.norm_forward.default
-    project = torch.ops.cupynorm.norm_linear.default
-    fused = torch.ops.cupynorm.fused_norm_forward.default
-    calls = [
-        (forward, (x, weight, bias, residual, *norm)),
-        (forward, (x, None, None, None, *norm)),
-        (
-            fused,
-            (x, weight, bias, residual, bias, weight, draw(5), None, *norm[:4])
-            + (None, torch.float64, 0.0, False, False, 0, None, None, None),
-        ),
-        (
-            project,
-            (x, residual, weight, bias, [draw(24, 16), draw(8, 16)], [draw(24), draw(8)], 1e-5)
-            + (centered, True, torch.float32, True, False, None, 0, 0),
-        ),
-    ]
-    table = torch._decomp.decomposition_table
-    for operator, arguments in calls:
-        for got, expected in zip(table[operator](*arguments), operator(*arguments), strict=True):
-            assert got.shape == expected.shape and got.dtype == expected.dtype, operator
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 from module_inputs import random_input  # noqa: E402
+from norm_calls import assert_few_roundings  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -45,14 +46,13 @@ def test_jit_trace_takes_other_values_and_other_rows(recorded, device):
     with torch.set_grad_enabled(recorded):
         traced = jit_trace(block, example)
         got, expected = traced(x), block(x)
-    assert torch.equal(got, expected) and not torch.equal(got[:4], block(example))
+    assert_few_roundings([got], [expected])
+    assert not torch.allclose(got[:4], block(example))
     if recorded:
         parameters = list(block.parameters())
         dy = torch.randn_like(got)
-        pairs = zip(
-            torch.autograd.grad(got, parameters, dy), torch.autograd.grad(expected, parameters, dy)
-        )
-        assert all(torch.equal(*pair) for pair in pairs)
+        pair = (torch.autograd.grad(each, parameters, dy) for each in (got, expected))
+        assert_few_roundings(*pair, 2**5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -63,8 +63,7 @@ def test_jit_trace_of_fused_options(device):
 
     example, x = random_input(4, 16).to(device), random_input(7, 16, seed=1).to(device)
     traced = jit_trace(call, example)
-    for got, expected in zip(traced(x), call(x), strict=True):
-        assert torch.equal(got, expected)
+    assert_few_roundings(traced(x), call(x))
 
 
 LAYERS = ({}, {"parameters_split": ("q", "k")}, {"fused": "fold"}, {"normalization": "RMSNorm"})
@@ -77,9 +76,13 @@ def test_jit_trace_of_a_linear_layer(recorded, options):
     x = random_input(7, 16, seed=1)
     with torch.set_grad_enabled(recorded):
         traced = jit_trace(layer, random_input(4, 16))
-        assert torch.equal(traced(x), layer(x))
-    with pytest.raises(RuntimeError, match=r"weight has shape \(., 16\), input \(7, 17\)"):
-        traced(random_input(7, 17))
+        assert_few_roundings([traced(x)], [layer(x)])
+
+
+@pytest.mark.parametrize("options", [{"out_dtype": "float8_e4m3fn"}, {"out": torch.empty(4, 16)}])
+def test_jit_trace_refuses_what_is_no_result_of_torch(options):
+    with pytest.raises(NotImplementedError, match="was given to a call that torch traces"):
+        jit_trace(lambda x: cupynorm.layer_norm(x, 16, **options), random_input(4, 16))
 
 
 def test_jit_trace_of_a_plain_linear_layer():
@@ -93,10 +96,10 @@ def test_jit_trace_refuses_what_a_layer_keeps():
         with cupynorm.fp8_autocast():
             jit_trace(layer, x)
     layer = cupynorm.LayerNormLinear(16, 8, device="cpu", delay_wgrad_compute=True)
-    with pytest.raises(NotImplementedError, match="delay_wgrad_compute; expected torch.no_grad"):
+    with pytest.raises(NotImplementedError, match="delay_wgrad_compute was called .* torch.no_gr"):
         jit_trace(layer, x)
     with torch.no_grad():
-        assert torch.equal(jit_trace(layer, x)(x + 1), layer(x + 1))
+        assert_few_roundings([jit_trace(layer, x)(x + 1)], [layer(x + 1)])
 
 
 def export(call, x):
@@ -128,14 +131,14 @@ def test_what_is_recorded_may_be_written_in_place(options, record, region):
         y.square().sum().backward()
         made.append((y.detach(), x.grad))
     assert made[0][1].abs().max() > 0
-    assert all(map(torch.equal, *made))
+    assert_few_roundings(*made)
 
 
 def test_a_layer_with_delayed_gradients_is_exported():
     for make in (cupynorm.LayerNormLinear, cupynorm.Linear):
         layer, x = make(16, 8, delay_wgrad_compute=True, device="cpu"), random_input(4, 16)
         exported = export(layer, x)
-        assert torch.equal(exported(x), layer(x))
+        assert_few_roundings([exported(x)], [layer(x)])
         exported(x).sum().backward()
         assert dict(exported.named_parameters())["weight"].grad.abs().max() > 0
 
@@ -193,7 +196,7 @@ def test_recorded_models_take_any_rows_in_any_context(way, context):
         x = random_input(rows, 16, seed=rows)
         with CONTEXTS[context]():
             got, expected = recorded(x), model(x)
-        assert got.dtype == expected.dtype and torch.equal(got, expected)
+        assert_few_roundings([got], [expected])
 
 
 EXPLICIT = {

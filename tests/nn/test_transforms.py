@@ -13,7 +13,6 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap  # noqa: E402
 
 import cupynorm  # noqa: E402
-from cupynorm.norm import route  # noqa: E402
 
 SCALARS = {
     "grad": grad,
@@ -113,19 +112,6 @@ def test_vmap_agrees_with_that_of_torch(norm_name, shapes, dims):
         for tensor, dim in zip(tensors, dims)
     ]
     assert_close(*(vmap(vmap(call, dims), tuple(outer))(*nested) for call in calls))
-
-
-def test_vmap_adds_rows_to_one_call(monkeypatch):
-    shapes = []
-    plain = route.prepare_forward
-
-    def counted(request, purpose):
-        shapes.append(tuple(request.operands.input.shape))
-        return plain(request, purpose)
-
-    monkeypatch.setattr(route, "prepare_forward", counted)
-    vmap(ours("layer_norm"), (1, None))(random(3, 4, 5), random(5))
-    assert shapes == [(4, 3, 5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

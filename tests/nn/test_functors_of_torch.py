@@ -1,4 +1,4 @@
-"""Functors in torch: gradients, torch.compile, the operators, modules, and what is refused."""
+"""Functors in torch: gradients, torch.compile, modules, and what is refused."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def test_some_gradients_of_low_precision():
 
 @pytest.mark.slow
 def test_compiled():
-    """One node without a graph break, the same bits as eager, for any number of rows."""
+    """The call breaks the graph. Results have the bits of eager ones, for any number of rows."""
     call = sums
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, backend="aot_eager")
     for num_samples in (2, 5):
         shapes = [(num_samples, *shape[1:]) if shape[0] == 2 else shape for shape in CALLS[call]]
         given = [draw(*shape) for shape in shapes]
@@ -108,18 +108,6 @@ def test_compiled():
 
 def first(made):
     return made[0] if isinstance(made, tuple) else made
-
-
-def test_opcheck():
-    """torch's own tests of an operator: schema, fake tensors, autograd."""
-    x, gate, scale = draw(2, 3, 8), draw(2, 1, 8), draw(8)
-    texts = (functors.layer_scale.text, functors.silu_gate.text)
-    given = (x, scale, None, None, None, None, [scale, gate], *texts, [], [8], 1e-5, True, False)
-    given += (None, torch.float64, 0.0, 0, None, None, None)
-    torch.library.opcheck(torch.ops.cupynorm.functor_norm_forward.default, given)
-    power = (x, None, None, x, None, None, [gate.exp()], None, POWER.text, [2.0], [8], 1e-5, False)
-    power += (False, torch.float32, None, 0.0, 0, None, None, None)
-    torch.library.opcheck(torch.ops.cupynorm.functor_norm_forward.default, power)
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
@@ -148,16 +136,13 @@ def test_refusals():
     store = functors.silu_gate(gate=gate)
     with pytest.raises(ValueError, match="out was given with load or store to a call that torch"):
         cupynorm.layer_norm(x, 8, store=store, out=torch.empty_like(x))
-    with pytest.raises(
-        NotImplementedError, match="load or store was given to a call that torch.fu"
-    ):
+    with pytest.raises(NotImplementedError, match="load or store was given to a call that torch"):
         torch.func.vmap(lambda each: cupynorm.layer_norm(each, 8, store=store))(x)
     with pytest.raises(ValueError, match="store.gate is a NumPy array, input is a torch tensor"):
         cupynorm.layer_norm(x, 8, store=functors.silu_gate(gate=gate.detach().numpy()))
     y = cupynorm.layer_norm(x, 8, store=store)
-    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="the second derivative of a norm.*load or store"):
-        dx.sum().backward()
+    with pytest.raises(NotImplementedError, match="of a norm with load or store was .* create_gr"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 @pytest.mark.gpu
@@ -172,7 +157,7 @@ def test_on_a_gpu(call, dtype):
     dy = torch.randn_like(right).to(dtype)  # the same in both, whatever y is rounded to
     gradients = torch.autograd.grad(right, wide, dy.double())
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
-    for each in (call, torch.compile(call, fullgraph=True)):
+    for each in (call, torch.compile(call)):
         y = first(each(*on_gpu))
         torch.testing.assert_close(y.double().cpu(), right, rtol=tolerance, atol=tolerance)
         made = torch.autograd.grad(y, on_gpu, dy.cuda())
