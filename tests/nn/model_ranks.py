@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from unittest import mock
 
 import torch
 from rank_checks import assert_close, check, full
@@ -14,10 +13,6 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import cupynorm
-
-HAS_PASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
-if HAS_PASSES:
-    from pass_graphs import Passes
 
 
 class Block(torch.nn.Module):
@@ -43,10 +38,6 @@ def model_of_torch(ranks) -> torch.nn.Module:
 NUM_NORMS = 5
 
 
-def check_with_passes(function):
-    return check(function) if HAS_PASSES else function
-
-
 def step(model, x, target):
     """The gradients, and the parameters after one step of AdamW, by name.
 
@@ -62,17 +53,13 @@ def step(model, x, target):
     }
 
 
-def check_training(ranks, wrap, swaps: bool = True) -> torch.nn.Module:
-    """wrap(model), with half a batch on each rank, takes the step of torch's norms on all of it.
-
-    swaps: its norms are cupynorm's.
-    """
+def check_training(ranks, wrap) -> torch.nn.Module:
+    """wrap(model), with half a batch on each rank, takes the step of torch's norms on all of it."""
     x, target = ranks.random(4, 3, 6), ranks.random(4, 3, 8, seed=1)
     plain = model_of_torch(ranks)
     expected = step(copy.deepcopy(plain), x, target)
-    if swaps:
-        swapped = cupynorm.swap_norms(plain)
-        assert len(swapped.swapped) == NUM_NORMS and not swapped.left, swapped
+    swapped = cupynorm.swap_norms(plain)
+    assert len(swapped.swapped) == NUM_NORMS and not swapped.left, swapped
     mine = slice(2 * ranks.rank, 2 * ranks.rank + 2)
     model = wrap(plain)
     found = step(model, x[mine], target[mine])
@@ -139,40 +126,6 @@ def fully_sharded_and_compiled(ranks):
         return shard_blocks(model, mesh=ranks.mesh)
 
     check_training(ranks, wrap)
-
-
-def num_replaced(passes: Passes) -> int:
-    """Of torch's norms in compiled graphs, by cupynorm.compile_passes."""
-    return [change.done for change in passes.report.changes].count("replaced")
-
-
-@check_with_passes
-def distributed_data_parallel_with_graph_passes(ranks):
-    """Buckets of half a KB, by which torch splits the graph."""
-    passes = Passes()
-
-    def wrap(model):
-        made = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2**-11)
-        made.compile(backend=passes)
-        return made
-
-    with mock.patch.object(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**9):
-        check_training(ranks, wrap, swaps=False)
-    # Both blocks have one code, and torch calls the last norm outside compiled code.
-    assert num_replaced(passes) == 2 <= passes.report.num_graphs, passes.report
-
-
-@check_with_passes
-def fully_sharded_with_graph_passes(ranks):
-    passes = Passes()
-
-    def wrap(model):
-        for block in model[1:3]:
-            block.compile(backend=passes)
-        return shard_blocks(model, mesh=ranks.mesh)
-
-    check_training(ranks, wrap, swaps=False)
-    assert num_replaced(passes) == 2, passes.report  # both blocks have one code
 
 
 @check
