@@ -211,7 +211,6 @@ def layer_norm(
         memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
-        None,  # y1_dtype
     )
     return call(operands, options, return_residual)
 
@@ -294,7 +293,6 @@ def rms_norm(
         memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
-        None,  # y1_dtype
     )
     return call(operands, options, return_residual)
 

@@ -27,7 +27,7 @@ from .grids import (
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
 from .measured_tiles import measured_tile
 from .paths import uncached_tile
-from .problem import Problem, Tile, sums_dx
+from .problem import Problem, Tile
 from .strategies import STRATEGIES, check_choice
 from .tile_checks import check_path, check_tile
 from .tile_model import RESERVED_BYTES, keeps_sums, smem_bytes_of
@@ -84,11 +84,8 @@ def choose(
     parameters_tile = parameters_kernel = None
     if not (problem.forward or writes_sums):
         has_partials = keeps_sums(problem, chosen)
-        dx_sum = problem.dx_sum if sums_dx(problem, chosen) else None
         groups = device.num_sms // chosen.cluster_size if chosen.path == "grid" else 16
-        parameters_tile, parameters_kernel = parameters_instance(
-            problem, has_partials, dx_sum, most_rows=groups
-        )
+        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials, groups)
     return Choice(
         name,
         chosen,
@@ -398,7 +395,6 @@ def _launches(
                 choice.parameters_kernel,
                 overlaps=overlaps,
                 most_blocks=most_blocks,
-                dx_sum=sums_dx(problem, choice.tile),
             )
         )
     return tuple(launches)
