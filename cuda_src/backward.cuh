@@ -3,7 +3,6 @@
 // With x_hat = (x - mean) * rstd and wdy = dy * weight:
 //   dx = rstd * (wdy - x_hat * mean(wdy * x_hat) - mean(wdy))     (RMSNorm: without the last term)
 //   dweight = sum over rows of dy * x_hat,  dbias = sum over rows of dy
-//   dx_sum = sum over rows of dx, before dx is rounded: the gradient of a bias that was added to x
 #pragma once
 #include "backward_stores.cuh"
 #include "functor_gradient.cuh"
@@ -76,7 +75,6 @@ struct Backward {
   // not wanted.
   Compute* dweight_partials;
   Compute* dbias_partials;
-  Compute* dx_sum_partials;
   long long num_rows;
   long long num_cols;
 

@@ -59,8 +59,6 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .norm.results import FusedForward as FusedForward
     from .norm.tiles import use_tiles as use_tiles
     from .parallel.module import LayerNormLinear as LayerNormLinear
-    from .passes.install import CompilePasses as CompilePasses
-    from .passes.install import compile_passes as compile_passes
     from .plan.devices import DEVICES as DEVICES
     from .plan.devices import Device as Device
     from .plan.dispatch import Plan as Plan
@@ -107,12 +105,17 @@ _WITH_TORCH = {
     "linear.linear": "Linear",
     "linear.model_init": "fp8_model_init",
     "parallel.module": "LayerNormLinear",
-    "passes.install": "compile_passes CompilePasses",
 }
 _NAMES = {
     name: module
     for module, names in (_WITHOUT_TORCH | _WITH_TORCH).items()
     for name in names.split()
+}
+
+# Public names of earlier versions, and what to do instead.
+_REMOVED = {
+    "compile_passes": "torch.compile fuses torch's own norms; leave the call out",
+    "CompilePasses": "torch.compile fuses torch's own norms; leave it out",
 }
 
 # Public modules.
@@ -127,6 +130,8 @@ if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspe
     def __getattr__(name: str) -> object:
         if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
+        if name in _REMOVED:
+            raise AttributeError(f"cupynorm.{name} was removed: {_REMOVED[name]}")
         if name not in _NAMES:
             raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")
         try:

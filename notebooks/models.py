@@ -15,9 +15,8 @@ torch               torch.nn.LayerNorm and RMSNorm          no
 cupynorm            cupynorm's, by cupynorm.swap_norms      no
 torch-compiled      as torch                                each block
 cupynorm-compiled   as cupynorm                             each block
-passes-compiled     as torch                                each block, cupynorm.compile_passes
 
-With --whole N a model has at most N layers and is compiled as one graph: graph passes then see the
+With --whole N a model has at most N layers and is compiled as one graph, which has the
 addition before each norm. Blocks that are compiled one by one end with that addition.
 
 A step of training is forward and backward: under autocast to bfloat16, or with weights in bfloat16
@@ -42,11 +41,10 @@ from pathlib import Path
 import torch
 from models_decoders import Decoder, Gpt2
 from models_encoders import Bert, Dit, Vit
-from models_report import COMPILED, PASSES, PHASES, RUNS, Result, plot
+from models_report import COMPILED, PHASES, RUNS, Result, plot
 from models_steps import NUM_WARM, Settings, Subject, compile_in_processes, measure, on_gpu
 from tqdm import tqdm
 
-import cupynorm
 from cupynorm.bench.documents import DOCUMENT, rewrite_table
 from cupynorm.command_line import Appended, positive, several
 from cupynorm.gpu.environment import environment
@@ -200,12 +198,8 @@ def resumed(result: Result, file: Path) -> Result:
 def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     """Measures, and writes the JSON after each model."""
     start, slowest = time.perf_counter(), 0.0
-    runs, left_out = given.runs, []
-    if PASSES in runs and not hasattr(cupynorm, "compile_passes"):
-        runs = tuple(each for each in runs if each != PASSES)
-        left_out.append(f"{PASSES} was left out: this cupynorm has no compile_passes.")
     settings = Settings(
-        runs, given.steps, given.quick, given.device, given.seed, given.graphs, given.profile
+        given.runs, given.steps, given.quick, given.device, given.seed, given.graphs, given.profile
     )._replace(whole=given.whole)
     if given.quick and not on_gpu(given.device):
         torch.set_num_threads(1)  # more threads than free cores wait for each other
@@ -215,15 +209,15 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     command = [files.get(each, each) for each in arguments if each != "--resume"]
     found = environment() | ({} if on_gpu(given.device) else {"gpu": None, "driver": None})
     noted = {"command": shlex.join(["python", "notebooks/models.py", *command])}
-    noted |= settings._asdict() | {"runs": [*runs]}
+    noted |= settings._asdict() | {"runs": [*given.runs]}
     del noted["phases"]  # each model has its own
     settings = settings._replace(phases=given.phases)
-    result = Result(found, noted, {}, left_out)
+    result = Result(found, noted, {}, [])
     if given.resume:
         result = resumed(result, given.json)
     todo = {name: result.missing(name, given.phases) for name in given.models}
     todo = {name: phases for name, phases in todo.items() if phases}
-    if given.jobs > 1 and set(runs) & set(COMPILED):
+    if given.jobs > 1 and set(given.runs) & set(COMPILED):
         compile_in_processes([MODELS[name] for name in todo], settings, given.jobs)
     num_phases = sum(len(phases) + given.graphs for phases in todo.values())
     num_steps = num_phases * (NUM_WARM + given.steps)
@@ -261,8 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot(result, given.plot)
     if given.docs:
         write_document(result)
-    failed = [each for each in result.left_out if not each.startswith(PASSES)]
-    return 1 if failed or result.too_far else 0
+    return 1 if result.left_out or result.too_far else 0
 
 
 if __name__ == "__main__":

@@ -13,17 +13,15 @@ from typing import Any
 from cupynorm.bench.report import quartiles
 from cupynorm.table import as_markdown, as_text
 
-RUNS = ("torch", "cupynorm", "torch-compiled", "cupynorm-compiled", "passes-compiled")
+RUNS = ("torch", "cupynorm", "torch-compiled", "cupynorm-compiled")
 COMPILED = RUNS[2:]
-PASSES = "passes-compiled"
 # Of a run with torch's norms -> the runs that are compared with it.
-PAIRS = {"torch": ("cupynorm",), "torch-compiled": ("cupynorm-compiled", PASSES)}
+PAIRS = {"torch": ("cupynorm",), "torch-compiled": ("cupynorm-compiled",)}
 TITLES = {
     "torch": "torch",
     "cupynorm": "cupynorm",
     "torch-compiled": "torch compiled",
     "cupynorm-compiled": "cupynorm compiled",
-    PASSES: "graph passes",
 }
 PHASES = ("training", "inference")
 GRAPHED = "inference in a CUDA graph"  # with --graphs
@@ -44,7 +42,7 @@ class Phase:
     from the run torch on the same inputs. Quantities are loss and gradients, or outputs.
     kernels: run -> milliseconds of a step in which kernels are on the GPU. norms: of these, those
     in which kernels of norms are, of eager runs. slowest: run -> kernel -> launches and
-    milliseconds of a step. changes: what graph passes did, as tables.
+    milliseconds of a step.
     """
 
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
@@ -52,7 +50,6 @@ class Phase:
     kernels: dict[str, float] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
     slowest: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    changes: list[str] = field(default_factory=list)
 
     def median(self, run: str) -> float:
         """Milliseconds."""
@@ -271,10 +268,6 @@ class Result:
         if len(norms) > 1:
             lines += ["", f"{OF_NORMS}, milliseconds of a step", as_text(norms)]
         lines += ["", "relative distance from torch", as_text(self.distances())]
-        for model in self.models.values():
-            for phase, found in model.phases.items():
-                for changes in found.changes:
-                    lines += ["", f"graph passes in {model.title}, {phase}", changes]
         lines += ["", *self.gains(), *self.left_out, *(f"TOO FAR: {each}" for each in self.too_far)]
         return "\n".join(lines)
 

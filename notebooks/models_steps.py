@@ -9,12 +9,12 @@ import functools
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from models_decoders import Batch
-from models_report import COMPILED, FLOAT64, GRAPHED, PASSES, PHASES, ModelResult, Phase
+from models_report import COMPILED, FLOAT64, GRAPHED, PHASES, ModelResult, Phase
 from tqdm import tqdm
 from train_gpt import norms_in_float64
 
@@ -46,8 +46,7 @@ class Subject(NamedTuple):
 class Backend:
     """torch.compile's backend for one run.
 
-    Code that dynamo compiled for one backend is not used for another. A run with graph passes has
-    the same modules as one without.
+    Code that dynamo compiled for one backend is not used for another.
     """
 
     def __init__(self) -> None:
@@ -86,21 +85,6 @@ class Settings(NamedTuple):
     profile: bool = False
     whole: int = 0
     phases: tuple[str, ...] = PHASES
-
-
-@contextlib.contextmanager
-def graph_passes(run: str, changes: list[str]) -> Iterator[None]:
-    """Inside, torch.compile runs cupynorm's graph passes, if the run wants them.
-
-    changes: gets the table of what they did.
-    """
-    if run != PASSES:
-        yield
-        return
-    with cupynorm.compile_passes() as passes:
-        yield
-        if passes.changes:
-            changes.append(str(passes))
 
 
 def initialize(model: torch.nn.Module) -> None:
@@ -146,14 +130,13 @@ def on_gpu(device: str) -> bool:
 
 
 class Step:
-    """Runs the steps of one phase of a model. changes: tables of what graph passes did."""
+    """Runs the steps of one phase of a model."""
 
     def __init__(self, phase: str, subject: Subject, settings: Settings) -> None:
         self.trains, self.device = phase == "training", settings.device
         self.profiles = settings.profile
         self.batch_size, self.num_timed = subject.batch[settings.quick], settings.steps
         self.autocast = self.trains and on_gpu(self.device) and subject.weights is torch.float32
-        self.changes: list[str] = []
         self.generator = torch.Generator(self.device).manual_seed(settings.seed)
 
     def batch(self, model: torch.nn.Module) -> Batch:
@@ -208,8 +191,7 @@ class Step:
 
     def quantities(self, variant: Variant, batch: Batch) -> dict[str, list[torch.Tensor]]:
         """What is compared after a step: loss and gradients, or outputs."""
-        with graph_passes(variant.run, self.changes):  # the first step compiles
-            result = self(variant.model, batch)
+        result = self(variant.model, batch)
         if not self.trains:
             return {"outputs": [result]}
         return {"loss": [result], "gradients": [each.grad for each in variant.model.parameters()]}
@@ -338,7 +320,6 @@ def measure(subject: Subject, settings: Settings, bar: tqdm) -> tuple[ModelResul
                 raise RuntimeError(f"{variant.run} was not compiled for {phase}")
         calls = {each.run: functools.partial(step, each.model) for each in timed}
         time_in_turns(step, calls, model, found, bar)
-        found.changes = step.changes
         result.phases[phase] = found
     if settings.graphs:
         bar.set_description(f"{subject.title}, {GRAPHED}")

@@ -48,8 +48,7 @@ def start(
 
     device: "cpu" (gloo) or "cuda" (NCCL, a GPU for each rank; gloo where there are fewer).
     """
-    folders = ("linear", "passes")
-    parts = [ROOT, ROOT / "tests", *(ROOT / "tests" / each for each in folders)]
+    parts = [ROOT, ROOT / "tests", ROOT / "tests" / "linear"]
     parts.append(os.environ.get("PYTHONPATH"))
     variables = os.environ | WITHOUT_MULTICAST
     variables |= {

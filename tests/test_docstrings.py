@@ -72,7 +72,7 @@ def test_docstrings_without_examples_and_wrong_examples_are_found():
 
 
 # Returned or raised by another public name; Format is an enumeration.
-RETURNED = {"CompilePasses", "Explanation", "QuantizedTensor", "SwappedNorms"}
+RETURNED = {"Explanation", "QuantizedTensor", "SwappedNorms"}
 RETURNED |= {"Format", "FunctorError", "MissingLibraryError"}
 AS = re.compile(r"\bas (?:for |of |in )?(?:cupynorm\.)?(\w+)")
 

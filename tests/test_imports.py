@@ -111,14 +111,13 @@ WINGS = (
     "nn",
     "linear",
     "parallel",
-    "passes",
     "check",
     "bench",
     "explore",
     "__main__",
 )
 BELOW_ALL = {"reference", "data", "__version__"}
-TORCH = {"nn", "linear", "parallel", "passes"}
+TORCH = {"nn", "linear", "parallel"}
 CUPY = {"gpu/nvrtc", "gpu/launch"}
 
 

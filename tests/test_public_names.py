@@ -50,11 +50,17 @@ def test_public_names_are_the_ones_that_resolve():
     need_torch = {"LayerNorm", "RMSNorm", "swap_norms", "SwappedNorms", "LayerNormLinear"}
     need_torch |= {"fp8_autocast", "Format", "DelayedScaling", "CurrentScaling", "BlockScaling"}
     need_torch |= {"MXFP8BlockScaling", "Linear", "fp8_model_init"}
-    need_torch |= {"compile_passes", "CompilePasses"}
     assert set(dir(cupynorm)) - set(cupynorm.__all__) == need_torch
     assert len(set(cupynorm.__all__)) == len(cupynorm.__all__)
     with pytest.raises(AttributeError, match="module 'cupynorm' has no attribute 'layernorm'"):
         _ = cupynorm.layernorm
+
+
+@pytest.mark.parametrize("name", cupynorm._REMOVED)
+def test_removed_names_say_what_to_do_instead(name):
+    assert name not in dir(cupynorm)
+    with pytest.raises(AttributeError, match=rf"^cupynorm\.{name} was removed: \w.*\w$"):
+        getattr(cupynorm, name)
 
 
 def test_modules_load_on_first_use():

@@ -94,7 +94,7 @@ def test_each_step_of_a_call_is_in_the_file_that_is_named():
     """The tables of "One call" in docs/design.md."""
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## One call")[2]
     steps = re.findall(r"^\| \d \| `([\w/.]+)` \| `(\w+)` \|", text, re.MULTILINE)
-    assert len(steps) == 21
+    assert len(steps) == 17
     for file, name in steps:
         source = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"^ *def {name}\(", source, re.MULTILINE), f"{file} has no {name}"
@@ -278,8 +278,7 @@ def test_gains_of_models_match_the_measurements():
         return f"{min(gains):+.1%} to {max(gains):+.1%}"
 
     text = " ".join(README.split())
-    assert f"gain {gains_of('passes-compiled', 'torch-compiled')}, so most are level" in text
-    assert f"eager steps gain {gains_of('cupynorm', 'torch')} (H200" in text
+    assert f"Eager steps gain {gains_of('cupynorm', 'torch')} (H200" in text
 
 
 def test_table_of_8_bit_outputs_matches_the_measurements():

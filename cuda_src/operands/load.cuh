@@ -18,7 +18,6 @@ template <class X>
 struct Load {
   using Held = X;
   using Compute = typename ComputeOf<X>::type;
-  using Second = void;  // of backward: the element type of a tensor that is added
   static constexpr int num_streams = 1;
   static constexpr bool has_effect = false;
   static constexpr bool normalized = false;
@@ -44,29 +43,6 @@ struct Load {
   template <int pack_size>
   __device__ __forceinline__ void keep(long long, long long, const Compute (&)[pack_size],
                                        bool) const {}
-};
-
-// dy + dy1, the gradients of a y that was written in two dtypes. Dy is the compute type.
-template <class Dy, class Dy1>
-struct LoadBoth : Load<Dy> {
-  using Second = Dy1;
-  using Compute = typename Load<Dy>::Compute;
-
-  const Dy1* second;
-  long long second_stride;
-
-  __device__ __forceinline__ const Dy1* second_start(long long row) const {
-    return second + row * second_stride;
-  }
-  template <int pack_size>
-  __device__ __forceinline__ Pack<Dy, pack_size> load(long long row, long long col) const {
-    Compute values[pack_size], added[pack_size];
-    unpack(Load<Dy>::template load<pack_size>(row, col), values);
-    unpack(load_pack<pack_size>(second_start(row) + col), added);
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) values[at] += added[at];
-    return repack<Dy>(values);
-  }
 };
 
 // A pack in a later pass.

@@ -1,4 +1,4 @@
-// two_stores.cuh -- two outputs of one x_hat, or one output in two dtypes
+// two_stores.cuh -- two outputs of one x_hat
 #pragma once
 #include "store.cuh"
 
@@ -35,26 +35,5 @@ struct TwoStores {
                                         const Kept<pack_size>& kept, bool present = true) const {
     first.store(row, col, values, kept.first, present);
     second.store(row, col, values, kept.second, present);
-  }
-};
-
-// y of First, and y1, the same in another dtype. Both are rounded once.
-template <class First, class Y1>
-struct StoreTwice : First {
-  Y1* y1;
-  long long y1_stride;
-
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col,
-                                        const Compute (&values)[pack_size],
-                                        const typename First::template Kept<pack_size>& kept,
-                                        bool present = true) const {
-    Compute y_values[pack_size];
-    First::affine(values, kept, y_values);
-    const auto rounded = repack<typename First::Written>(y_values);
-    const auto rounded1 = repack<Y1>(y_values);
-    if (!present) return;
-    store_pack<pack_size>(First::y + row * First::y_stride + col, rounded);
-    store_pack<pack_size>(y1 + row * y1_stride + col, rounded1);
   }
 };

@@ -50,7 +50,7 @@ __device__ __forceinline__ void backward_ring(
   weights.store_to_smem();
   biases.store_to_smem();
   using Sums = Compute[tile.packs_per_thread][pack_size];
-  Sums dweight = {}, dbias = {}, dx_sum = {};
+  Sums dweight = {}, dbias = {};
   ring_sync<tile>();
   const auto sum_row = [&](unsigned turn, const RowGradient<Compute>& gradient) {
     ring.wait(summed, cols.size());
@@ -74,14 +74,7 @@ __device__ __forceinline__ void backward_ring(
       if constexpr (gradients.dx) {
         Compute dx[pack_size];
         gradient.template dx_of_pack<centered>(dx, xs, dys, weight_values);
-        const auto added = streams.added_pack(written, pack);
-        if (gradients.dx_sum && present) {
-          Compute total[pack_size];
-          StoreDx::add(dx, added, total);
-#pragma unroll
-          for (int at = 0; at < pack_size; ++at) dx_sum[pack][at] += total[at];
-        }
-        call.store.store(row, col, dx, added, present);
+        call.store.store(row, col, dx, streams.added_pack(written, pack), present);
       }
       if constexpr (recomputes) {
         Compute bias_values[pack_size];
@@ -116,5 +109,5 @@ __device__ __forceinline__ void backward_ring(
     gradient = next;
     next = following;
   }
-  store_ring_sums<gradients, tile>(call, ring, dweight, dbias, dx_sum, cols);
+  store_ring_sums<gradients, tile>(call, ring, dweight, dbias, cols);
 }

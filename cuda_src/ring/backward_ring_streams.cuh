@@ -1,21 +1,18 @@
-// backward_ring_streams.cuh -- the tensors of a backward ring: x, dy, and what is added to either
+// backward_ring_streams.cuh -- the tensors of a backward ring: x, dy, and what is added to dx
 #pragma once
 #include "backward.cuh"
 #include "ring.cuh"
 #include "turns.cuh"
 
-// added: to dy (dy1 of LoadBoth) or to dx (adds), if anything is.
+// added: to dx, if anything is (adds).
 template <Tile tile, class LoadX, class LoadDy, class StoreDx, bool adds>
 struct BackwardStreams {
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
-  using Added = typename Otherwise<typename LoadDy::Second, typename StoreDx::Added>::type;
+  using Added = typename StoreDx::Added;
   using Compute = typename LoadX::Compute;
   static constexpr int pack_size = tile.pack_size;
-  static constexpr bool has_dy1 = !is_same<typename LoadDy::Second, void>;
-  static_assert(!(adds && has_dy1), "a ring has room for one tensor beside x and dy");
-  using Ring =
-      typename Either<adds || has_dy1, WarpRing<tile, X, Dy, Added>, WarpRing<tile, X, Dy>>::type;
+  using Ring = typename Either<adds, WarpRing<tile, X, Dy, Added>, WarpRing<tile, X, Dy>>::type;
   using Position = typename Ring::Position;
 
   const Ring& ring;
@@ -35,11 +32,9 @@ struct BackwardStreams {
     dy = stream(call.load_dy.row_start(turns.first_row), call.load_dy.x_stride);
     if constexpr (adds)
       added = stream(call.store.added_start(turns.first_row), call.store.added_stride());
-    if constexpr (has_dy1)
-      added = stream(call.load_dy.second_start(turns.first_row), call.load_dy.second_stride);
   }
   __device__ __forceinline__ Position first() const {
-    if constexpr (adds || has_dy1) {
+    if constexpr (adds) {
       return Ring::first(x, dy, added);
     } else {
       return Ring::first(x, dy);
@@ -47,7 +42,7 @@ struct BackwardStreams {
   }
   // Called by one lane: starts the copy of the next row to a slot.
   __device__ __forceinline__ void fetch(int slot) {
-    if constexpr (adds || has_dy1) {
+    if constexpr (adds) {
       ring.fetch(slot, cols.size(), x, dy, added);
     } else {
       ring.fetch(slot, cols.size(), x, dy);
@@ -65,12 +60,6 @@ struct BackwardStreams {
       Compute xs[pack_size], dys[pack_size];
       unpack(load_pack<pack_size>(x_part + col), xs);
       unpack(load_pack<pack_size>(dy_part + col), dys);
-      if constexpr (has_dy1) {
-        Compute dy1s[pack_size];
-        unpack(load_pack<pack_size>(added_part(of) + col), dy1s);
-#pragma unroll
-        for (int at = 0; at < pack_size; ++at) dys[at] += dy1s[at];
-      }
       f(pack, xs, dys);
     }
   }

@@ -5,10 +5,9 @@
 
 // Groups of threads add their sums in pairs, through the shared memory of their rings; the first
 // group writes the total. ring: of this warp, no longer in use.
-template <Gradients gradients, Tile tile, class Ring, class Compute>
-__device__ __forceinline__ void store_two_ring_sums(
-    const Ring& ring, long long num_cols, Compute* dweight_partials,
-    Compute (&dweight)[tile.packs_per_thread][tile.pack_size], Compute* dbias_partials,
+template <Gradients gradients, Tile tile, class Ring, class Call, class Compute>
+__device__ __forceinline__ void store_ring_sums(
+    const Call& call, const Ring& ring, Compute (&dweight)[tile.packs_per_thread][tile.pack_size],
     Compute (&dbias)[tile.packs_per_thread][tile.pack_size], Slice cols) {
   using Shape = RingShape<tile>;
   constexpr int pack_size = tile.pack_size;
@@ -17,8 +16,8 @@ __device__ __forceinline__ void store_two_ring_sums(
   const auto for_each_sum = [&](auto f) {
 #pragma unroll
     for (int pack = 0; pack < packs_per_thread; ++pack) {
-      if constexpr (gradients.dweight) f(dweight_partials, dweight[pack], pack);
-      if constexpr (gradients.dbias) f(dbias_partials, dbias[pack], packs_per_thread + pack);
+      if constexpr (gradients.dweight) f(call.dweight_partials, dweight[pack], pack);
+      if constexpr (gradients.dbias) f(call.dbias_partials, dbias[pack], packs_per_thread + pack);
     }
   };
   for (int groups = tile.rows_per_block; groups > 1; groups = (groups + 1) / 2) {
@@ -41,23 +40,10 @@ __device__ __forceinline__ void store_two_ring_sums(
     }
   }
   if (Shape::group() > 0) return;
-  const long long offset = blockIdx.x / tile.cluster_size * num_cols + cols.first_col;
+  const long long offset = blockIdx.x / tile.cluster_size * call.num_cols + cols.first_col;
   for_each_sum([&](Compute* partials, Compute(&values)[pack_size], int at) {
     const int pack = at % packs_per_thread;
     if (Shape::in_part(pack, cols))
       store_pack<pack_size>(partials + offset + Shape::col(pack), repack<Compute>(values));
   });
-}
-
-template <Gradients gradients, Tile tile, class Ring, class Call, class Sums>
-__device__ __forceinline__ void store_ring_sums(const Call& call, const Ring& ring, Sums& dweight,
-                                                Sums& dbias, Sums& dx_sum, Slice cols) {
-  store_two_ring_sums<gradients, tile>(ring, call.num_cols, call.dweight_partials, dweight,
-                                       call.dbias_partials, dbias, cols);
-  if constexpr (gradients.dx_sum) {
-    constexpr Gradients one{.dx = false, .dweight = true, .dbias = false};
-    __syncthreads();
-    store_two_ring_sums<one, tile>(ring, call.num_cols, call.dx_sum_partials, dx_sum,
-                                   call.dx_sum_partials, dx_sum, cols);
-  }
 }

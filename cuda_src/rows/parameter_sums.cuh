@@ -15,14 +15,6 @@ struct Parameters {
   long long num_cols;
 };
 
-// The same, and dx_sum, which takes the place of dbias in of_dx. DxSum: void if it is not wanted.
-template <class Rows, class Dweight, class Dbias, class DxSum>
-struct AllParameters : Parameters<Rows, Dweight, Dbias> {
-  Parameters<Rows, void, DxSum> of_dx;
-};
-template <class Rows, class Dweight, class Dbias>
-struct AllParameters<Rows, Dweight, Dbias, void> : Parameters<Rows, Dweight, Dbias> {};
-
 // Block `block` of num_blocks. smem: for 2 * pack_size * threads_per_row sums a warp.
 template <Tile tile, class Rows, class Dweight, class Dbias>
 __device__ __forceinline__ void sum_parameters(const Parameters<Rows, Dweight, Dbias>& call,

@@ -41,10 +41,9 @@ struct Tile {
 // How mean and variance are formed. Both subtract before they square.
 enum class Statistics { two_pass, welford };
 
-// Which gradients a backward kernel is asked for. dx_sum: the sum of dx over rows, in rings.
+// Which gradients a backward kernel is asked for.
 struct Gradients {
   bool dx;
   bool dweight;
   bool dbias;
-  bool dx_sum = false;
 };

@@ -26,8 +26,6 @@ class Case:
     residual_dtype: of the sum, None for that of x. row_scale: its dtype, None if absent.
     dy: its dtype, None for that of y. dsum: whether backward adds a gradient of the sum.
     weight1, bias1: dtypes of the parameters of a second output, None if absent.
-    y1: the dtype in which y is written once more; backward then adds the gradients of both.
-    dx_sum: the dtype of the sum of dx over rows, which backward gives beside dx.
     recompute: whether backward writes y again.
     round_x_hat, memory_efficient, dropout_p, zero_centered_weight, eps, sm_margin: as in
     layer_norm.
@@ -57,8 +55,6 @@ class Case:
     memory_efficient: bool = False
     recompute: bool = False
     dy: str | None = None
-    y1: str | None = None
-    dx_sum: str | None = None
 
     def dtype(self, name: str) -> str | None:
         """The dtype of "y", "dy", "weight", "bias" or another field, None if it is absent."""
@@ -102,7 +98,7 @@ class Case:
         extras.append(f"sum {self.sum}" if self.residual_dtype else "")
         extras.append("dsum" if self.dsum else "")
         extras.append(f"dy {self.dy}" if self.dy else "")
-        second = [(name, getattr(self, name)) for name in ("weight1", "bias1", "y1", "dx_sum")]
+        second = [(name, getattr(self, name)) for name in ("weight1", "bias1")]
         extras += [f"{name} {dtype}" for name, dtype in second if dtype]
         extras.append(f"row_scale {self.row_scale}" if self.row_scale else "")
         extras.append(f"dropout {self.dropout_p}" if self.dropout_p else "")
@@ -175,7 +171,7 @@ def random_problem(case: Case, seed: int = 0, *, generator: Any = None) -> Probl
     problem.dsum = draw(shape, case.sum if case.dsum else None)
     problem.weight1 = draw(shape[1:], case.weight1, weight_center, 0.5)
     problem.bias1 = draw(shape[1:], case.bias1)
-    problem.dy1 = draw(shape, case.dtype("y") if case.has_second else case.y1)
+    problem.dy1 = draw(shape, case.dtype("y") if case.has_second else None)
     return problem
 
 

@@ -181,9 +181,8 @@ def dtype_of(case: Case, tensor: str) -> str:
     dtypes = {
         "y": case.dtype("y"),
         "recomputed": case.dtype("y"),
-        "y1": case.y1 or case.dtype("y"),
+        "y1": case.dtype("y"),
         "dx": case.x,
-        "dx_sum": case.dx_sum,
         "sum": case.sum,
         "dresidual": case.added,
         "dweight": case.dtype("weight"),

@@ -159,7 +159,7 @@ def run_kernels(
     forward_only: bool = False,
 ) -> dict[str, np.ndarray]:
     """What the kernels compute, as float64: y, mean, rstd, dx, dweight, dbias, and what the case
-    has of sum, y1, dresidual, dweight1, dbias1, dx_sum and recomputed.
+    has of sum, y1, dresidual, dweight1, dbias1 and recomputed.
 
     forward_only: runs no backward, for which a forced strategy may be too narrow.
     layouts: of inputs by name, from placement.LAYOUTS without "transposed". Every tensor then lies
@@ -206,8 +206,8 @@ def run_forward(
     tensors.put("residual", problem.residual, case.added)
     if problem.residual is not None or case.has_own_sum:
         tensors.make("sum", shape, case.sum)
-    if case.has_second or case.y1:
-        tensors.make("y1", shape, y_dtype if case.has_second else case.y1)
+    if case.has_second:
+        tensors.make("y1", shape, y_dtype)
     if quantization is None:
         tensors.make("y", shape, y_dtype)
     else:
@@ -252,9 +252,8 @@ def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -
         operands |= tensors.some(y_weight="weight", y_bias="bias")
     tensors.put("dsum", problem.dsum, case.sum)
     operands |= tensors.some("dsum")
-    if case.has_second or case.y1:
-        tensors.put("dy1", problem.dy1, case.dtype("y") if case.has_second else case.y1)
     if case.has_second:
+        tensors.put("dy1", problem.dy1, case.dtype("y"))
         # The gradients of y1 come first. Their dx is the dsum of what follows.
         tensors.make("dx1", shape, compute, is_result=False)
         for name in ("weight1", "bias1"):
@@ -272,12 +271,8 @@ def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -
             tensors.make(f"d{name}", shape[1:], case.dtype(name))
     if "residual" in tensors.rows and case.has_own_sum:
         tensors.make("dresidual", shape, case.added)
-    if case.dx_sum:
-        tensors.make("dx_sum", shape[1:], case.dx_sum)
-    names = ("dy", "weight", "row_scale", "dx", "dweight", "dbias", "dresidual", "dx_sum")
+    names = ("dy", "weight", "row_scale", "dx", "dweight", "dbias", "dresidual")
     operands |= tensors.some(*names)
-    if case.y1:
-        operands |= tensors.some("dy1")
     if case.recompute:
         tensors.make("recomputed", shape, case.dtype("y"))
         operands |= tensors.some("bias", y="recomputed")

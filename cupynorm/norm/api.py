@@ -210,7 +210,6 @@ def layer_norm(
         memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
-        None,  # y1_dtype
     )
     return call(operands, options, return_residual)
 
@@ -293,7 +292,6 @@ def rms_norm(
         memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
-        None,  # y1_dtype
     )
     return call(operands, options, return_residual)
 

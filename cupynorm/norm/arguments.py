@@ -21,7 +21,7 @@ from ..gpu.arrays import Rows
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, make_plan
 from ..plan.instances import Launch
-from ..plan.problem import Layout, Problem, sums_dx
+from ..plan.problem import Layout, Problem
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .request import BackwardOptions, ForwardOptions
 
@@ -304,7 +304,7 @@ def backward_problem(
 ) -> Problem:
     """The problem of a backward.
 
-    tensors: dy, dy1, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y
+    tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y
     is recomputed; y_weight and y_bias where x is y; input and bias of functors. compute: the dtype
     of the statistics.
     """
@@ -324,12 +324,10 @@ def backward_problem(
         weight=dtype_of(tensors, "weight"),
         zero_centered=bool(options.zero_centered_weight),
         dy=compute if "store" in sources else dy.dtype,
-        dy1=dtype_of(tensors, "dy1"),
         dx=dtype_of(tensors, "dx"),
         dweight=dtype_of(tensors, "dweight"),
         dbias=dtype_of(tensors, "dbias"),
         dsum=dtype_of(tensors, "dsum"),
-        dx_sum=dtype_of(tensors, "dx_sum"),
         y=x.dtype if options.x_is_y else None,
         y_weight=dtype_of(tensors, "y_weight"),
         y_bias=dtype_of(tensors, "y_bias"),
@@ -372,12 +370,8 @@ def backward_call(
         read = [*x_words, *_dy_words(tensors, problem, functors.store, x_words, writes=False)]
         arguments.append([*read, *statistics, x.num_rows, x.num_cols])
     elif sums_up:
-        *partials, of_dx = _partial_words(problem, plan)
-        extents = [plan.num_partials, x.num_cols]
-        sums = [*partials, x.num_cols, Address("dweight"), Address("dbias"), *extents]
-        if of_dx:
-            sums += [0, of_dx, x.num_cols, 0, Address("dx_sum"), *extents]
-        arguments.append(sums)
+        sums = [*_partial_words(problem, plan), x.num_cols, Address("dweight"), Address("dbias")]
+        arguments.append([*sums, plan.num_partials, x.num_cols])
     partials_shape = None
     if plan.num_partials:
         # One partial row of sums for each block or cluster, those of dweight first.
@@ -408,9 +402,9 @@ def _dy_words(
     *,
     writes: bool = True,
 ) -> Words:
-    """struct Load, LoadBoth or DyThroughStore. store: forward's functor. writes: whether the
+    """struct Load or DyThroughStore. store: forward's functor. writes: whether the
     gradients of its arrays are written."""
-    row = [*row_words(tensors, "dy"), *(row_words(tensors, "dy1") if problem.dy1 else ())]
+    row = [*row_words(tensors, "dy")]
     if store is None:
         return row
     of_store = _functor_words(store, "store", problem, backward=True)
@@ -421,10 +415,10 @@ def _dy_words(
 
 
 def _partial_words(problem: Problem, plan: Plan) -> list:
-    """Addresses of the partial sums of dweight, dbias and dx; 0 where not wanted."""
+    """Addresses of the partial sums of dweight and dbias; 0 where not wanted."""
     size = plan.num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
     words, at = [], 0
-    for is_wanted in (problem.dweight, problem.dbias, sums_dx(problem, plan.tile)):
+    for is_wanted in (problem.dweight, problem.dbias):
         words.append(Address("partials", at) if is_wanted else 0)
         at += size if is_wanted else 0
     return words
@@ -450,7 +444,7 @@ def _backward_words(
     if problem.recomputed:
         words += [*row_words(tensors, "y"), Address("weight"), Address("bias")]
     x = tensors["x"]
-    partials = [0, 0, 0]
+    partials = [0, 0]
     if plan.num_partials:
         partials = _partial_words(problem, plan)
     return [*words, Address("mean"), Address("rstd"), *partials, x.num_rows, x.num_cols]

@@ -328,7 +328,6 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         y_bias=y_bias,
         input=input,
         functors=functors,
-        dy1=take_like(given.dy1, x, shape, "dy1", "x"),
     )
     return BackwardRequest(operands, options._replace(**dtypes))
 

@@ -58,9 +58,7 @@ class HostForward(CheckedForward):
                 operands.out[...] = y
                 y = operands.out
         y1 = None
-        if options.y1_dtype is not None:
-            y1 = arrays.from_float64(y64, options.y1_dtype, operands.input)
-        elif self.has_second:
+        if self.has_second:
             values = self._norm(x, operands.weight1, operands.bias1)[0].reshape(self.shape)
             y1 = arrays.from_float64(values, options.out_dtype, operands.input)
         compute = compute_dtype(options.residual_dtype).name
@@ -130,8 +128,6 @@ class HostBackward:
         elif load is not None:
             raw64 = self._matrix(operands.input)
         dy64 = self._matrix(operands.dy)
-        if operands.dy1 is not None:
-            dy64 = dy64 + self._matrix(operands.dy1)
         if store is not None:
             y64 = self._y(operands, x64, mean64)
             dy64, of_store = host_functors.gradients(store, "store", y64, dy64, self.shape)

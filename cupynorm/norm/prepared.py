@@ -14,7 +14,7 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from ..plan.dispatch import choose
-from ..plan.problem import Layout, Problem, sums_dx
+from ..plan.problem import Layout, Problem
 from . import host
 from .arguments import backward_call, forward_call
 from .cache import backwards, forwards, keep
@@ -169,7 +169,7 @@ class PreparedForward(CheckedForward, OnGpu):
         written = {
             "y": None if purpose is FOR_STATISTICS_ALONE else options.out_dtype,
             "sum": options.residual_dtype if self.makes_sum else None,
-            "y1": options.out_dtype if self.has_second else options.y1_dtype,
+            "y1": options.out_dtype if self.has_second else None,
         }
         shape, num_dims = tuple(operands.input.shape), len(options.extents)
         for name, dtype in written.items():
@@ -289,13 +289,13 @@ class PreparedForward(CheckedForward, OnGpu):
 # Backward.
 
 _READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "row_scale")
-_READ_BACKWARD += ("y_weight", "y_bias", "input", "dy1")
+_READ_BACKWARD += ("y_weight", "y_bias", "input")
 
 
 def _backward_key(request: BackwardRequest) -> tuple:
     operands, options = request
     dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, *others = operands
-    input, functors, dy1 = others
+    input, functors = others
     layout_key = arrays.library(x).layout_key
     key = (
         layout_key(dy),
@@ -312,8 +312,6 @@ def _backward_key(request: BackwardRequest) -> tuple:
         key += (seed.__class__ is int or layout_key(seed), layout_key(y_weight), layout_key(y_bias))
     if functors is not None:
         key += (layout_key(input), key_of(functors, layout_key))
-    if dy1 is not None:
-        key += ("dy1", layout_key(dy1))
     return key
 
 
@@ -354,7 +352,6 @@ class PreparedBackward(OnGpu):
             "dbias": (extents, options.dbias_dtype),
             "dresidual": (shape, dresidual_dtype),
             "y": (shape, tensors["dy"].dtype if options.recompute else None),
-            "dx_sum": (extents, options.dx_sum_dtype if dx_dtype and not self.is_scaled else None),
         }
         for name, (own_shape, dtype) in outputs.items():
             if dtype:  # a new array is aligned
@@ -368,8 +365,6 @@ class PreparedBackward(OnGpu):
             functors,
         )
         self.plan = call.plan
-        if not sums_dx(call.plan.problem, call.plan.tile):
-            del outputs["dx_sum"]
         outputs |= {name: (shape, dtype) for name, dtype in functors.gradients().items()}
         self.overwrites_dy = options.overwrite_dy and call.can_write_over_dy
         wants_any = any(dtype for _, dtype in outputs.values())
@@ -389,8 +384,7 @@ class PreparedBackward(OnGpu):
         dresidual = dx if self.dresidual_is_dx else "dresidual"
         if self.wants_only_dresidual:
             dx, dresidual = None, dx
-        names = (dx, "dweight", "dbias", dresidual, "y", *["dx_sum"] * bool(options.dx_sum_dtype))
-        self.results = order.returns(*names)
+        self.results = order.returns(dx, "dweight", "dbias", dresidual, "y")
         # Where a run has the gradients of the functors' arrays, before they are summed.
         own = operands.functors
         self.of_functors = [
@@ -431,7 +425,7 @@ class PreparedBackward(OnGpu):
             for name in _READ_BACKWARD
             if getattr(operands, name) is not None and name not in absent
         ]
-        layouts = layouts_of(operands, names, ("dy", "dy1", "x", "dsum", "input"), num_dims)
+        layouts = layouts_of(operands, names, ("dy", "x", "dsum", "input"), num_dims)
         statistics = "mean", "rstd"  # not what decides a plan
         tensors = {name: rows for name, (rows, _) in layouts.items() if name not in statistics}
         numbers = ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
@@ -447,8 +441,7 @@ class PreparedBackward(OnGpu):
     def run(self, operands: BackwardOperands) -> tuple:
         """Allocates and launches; returns the fields of Gradients.
 
-        With dx_sum_dtype the sum of dx, or None, is behind y. operands: like those for which it was
-        prepared.
+        operands: like those for which it was prepared.
         """
         library = self.library
         former = library.exchange_device(self.device_index)
@@ -464,7 +457,7 @@ class PreparedBackward(OnGpu):
                     addresses += addresses[:1]
                 self.enqueue(addresses, operands.dropout_seed)
             else:  # no rows or no columns: sums of nothing
-                fill(results[1:3] + results[5:], 0.0)
+                fill(results[1:3], 0.0)
             if self.of_functors:
                 results += (self._summed(tensors),)
             return results

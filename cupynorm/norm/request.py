@@ -72,10 +72,7 @@ class ForwardOperands(NamedTuple):
 
 
 class ForwardOptions(NamedTuple):
-    """The options of a forward, named as the keywords of cupynorm.layer_norm.
-
-    y1_dtype: y is also wanted in this dtype, as y1. That is without weight1 and bias1.
-    """
+    """The options of a forward, named as the keywords of cupynorm.layer_norm."""
 
     centered: bool
     extents: tuple[int, ...]
@@ -88,7 +85,6 @@ class ForwardOptions(NamedTuple):
     memory_efficient: bool = False
     quantization: Quantization | None = None
     launch: Options = DEFAULTS
-    y1_dtype: str | None = None
 
 
 class ForwardRequest(NamedTuple):
@@ -107,8 +103,7 @@ class BackwardOperands(NamedTuple):
 
     bias is needed where y is recomputed; y_weight and y_bias, those of forward, where x is y.
     functors: those of forward. A store needs bias. input: what a load was applied to, where its
-    result is part of a sum; else x is that. dy1: the gradient of y1, where that is y in another
-    dtype; dy then has the dtype of the arithmetic.
+    result is part of a sum; else x is that.
     """
 
     dy: Array
@@ -124,15 +119,12 @@ class BackwardOperands(NamedTuple):
     y_bias: Array | None = None
     input: Array | None = None
     functors: Functors | None = None
-    dy1: Array | None = None
 
 
 class BackwardOptions(NamedTuple):
     """The options of a backward, named as the keywords of cupynorm.layer_norm_backward.
 
     x_is_y: forward kept y instead of x. recompute: also write y again, in dy's dtype.
-    dx_sum_dtype: the sum of dx over rows is wanted too, in this dtype, where a kernel gives it
-    beside dx. It is None in the results where none does.
     overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
     functor_gradients: names of the functors' arrays whose gradients are wanted, as "store.gate".
     With functors, "dx" is among the gradients.
@@ -152,7 +144,6 @@ class BackwardOptions(NamedTuple):
     overwrite_dy: bool = False
     functor_gradients: tuple[str, ...] = ()
     launch: Options = DEFAULTS
-    dx_sum_dtype: str | None = None
 
 
 class BackwardRequest(NamedTuple):
@@ -193,6 +184,5 @@ def is_plain(request: ForwardRequest) -> bool:
         and not options.round_x_hat
         and not options.memory_efficient
         and options.quantization is None
-        and options.y1_dtype is None
         and operands.functors is None
     )

@@ -15,7 +15,7 @@ MOST_BYTES_MADE = 320
 
 def streamed(problem: Problem) -> list[int]:
     """Itemsizes of the tensors that the copy engine fetches for each row."""
-    of_backward = [problem.x, problem.dy, problem.dy1, problem.dsum]
+    of_backward = [problem.x, problem.dy, problem.dsum]
     names = [problem.x] * (1 + problem.residual) if problem.forward else of_backward
     return [DTYPES[name].itemsize for name in names if name]
 
@@ -24,8 +24,7 @@ def can_ring(problem: Problem, device: Device) -> bool:
     """Whether a ring can take the rows: it needs the copy engine, float32 sums and registers."""
     alone = {"input", "dropout", "row_scale", "by_y", "load"}
     fused = problem.extras & (alone if problem.forward else alone | {"store"})
-    both = {"dsum", "dy1"} <= problem.extras  # one tensor more than its slots have
-    return not (fused or both) and problem.compute == "float32" and device.compute_capability >= 90
+    return not fused and problem.compute == "float32" and device.compute_capability >= 90
 
 
 def can_bundle(problem: Problem, device: Device) -> bool:

@@ -24,7 +24,7 @@ from .grids import (
 )
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
 from .measured_tiles import measured_tile
-from .problem import Problem, Tile, sums_dx
+from .problem import Problem, Tile
 from .strategies import STRATEGIES, check_choice
 from .tile_checks import check_path, check_tile
 from .tile_model import RESERVED_BYTES, keeps_sums, smem_bytes_of
@@ -68,8 +68,7 @@ def choose(
     parameters_tile = parameters_kernel = None
     if not problem.forward:
         has_partials = keeps_sums(problem, chosen)
-        dx_sum = problem.dx_sum if sums_dx(problem, chosen) else None
-        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials, dx_sum)
+        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials)
     return Choice(
         name,
         chosen,
@@ -363,7 +362,6 @@ def _launches(
                 choice.parameters_kernel,
                 overlaps=overlaps,
                 most_blocks=most_blocks,
-                dx_sum=sums_dx(problem, choice.tile),
             )
         )
     return tuple(launches)

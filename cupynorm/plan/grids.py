@@ -155,12 +155,10 @@ def parameters_launch(
     *,
     overlaps: bool = False,
     most_blocks: int | None = None,
-    dx_sum: bool = False,
 ) -> Launch:
-    """The launch of backward_parameters.cu. dx_sum: whether half of its blocks are for that."""
+    """The launch of backward_parameters.cu."""
     grid = ceil_div(problem.num_cols, tile.threads_per_row * tile.pack_size)
-    grid = 2 * grid if dx_sum else grid
-    grid = grid if most_blocks is None else min(grid, max(most_blocks, 1 + dx_sum))
+    grid = grid if most_blocks is None else min(grid, max(most_blocks, 1))
     return Launch(
         kernel,
         tile,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..dtypes import DTYPES, ELEMENTS
 from .functors import struct_text
-from .problem import Problem, Tile, sums_dx
+from .problem import Problem, Tile
 from .tile_model import keeps_sums
 
 
@@ -101,8 +101,6 @@ def load_x_name(problem: Problem) -> str:
 
 def load_dy_name(problem: Problem) -> str:
     """The struct through which backward reads dy."""
-    if problem.dy1:
-        return f"LoadBoth<{cpp_names(problem.dy, problem.dy1)}>"
     if problem.store is None:
         return f"Load<{cpp_name(problem.dy)}>"
     types = cpp_names(problem.store.source, problem.weight, problem.bias)
@@ -158,9 +156,7 @@ def row_instance(
             rounded_to = cpp_name(problem.round_x_hat)
             scaling = f"Scaling::{problem.scaling}, Step::{step}"
             store = f"QuantizeStore<{outputs}, {zero_centered}, {rounded_to}, {scaling}>"
-        if problem.is_written_twice:
-            store = f"StoreTwice<{store}, {cpp_name(problem.y1)}>"
-        elif problem.y1:
+        if problem.y1:
             second = cpp_names(problem.y1, problem.weight1, problem.bias1)
             second = f"Store<{second}, {zero_centered}{rounded}>"
             store = f"TwoStores<{store}, {second}>"
@@ -172,8 +168,7 @@ def row_instance(
         gradients = (
             f"Gradients{{.dx = {cpp_bool(problem.dx)}, "
             f".dweight = {cpp_bool(problem.dweight and sums)}, "
-            f".dbias = {cpp_bool(problem.dbias and sums)}"
-            f"{', .dx_sum = true' if sums_dx(problem, tile) else ''}}}"
+            f".dbias = {cpp_bool(problem.dbias and sums)}}}"
         )
         arguments = f"{row_arguments(problem)}, {gradients}, {cpp_bool(problem.centered)}"
     name = f"{problem.direction}_{strategy}"
@@ -203,10 +198,9 @@ def row_arguments(problem: Problem) -> str:
 
 
 def parameters_instance(
-    problem: Problem, has_partials: bool, dx_sum: str | None = None
+    problem: Problem, has_partials: bool
 ) -> tuple[Tile | None, Kernel | None]:
-    """The kernel that sums dweight and dbias, from partial rows or from x and dy. dx_sum: its
-    dtype, where that is summed too."""
+    """The kernel that sums dweight and dbias, from partial rows or from x and dy."""
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
@@ -225,9 +219,8 @@ def parameters_instance(
     else:
         rows = f"PartialSums<{compute}>"
     outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"
-    of_dx = f", {cpp_name(dx_sum)}" if dx_sum else ""
     return tile, Kernel(
         "backward_parameters.cu",
-        f"backward_parameters<{rows}, {outputs}, {tile.cpp}{of_dx}>",
+        f"backward_parameters<{rows}, {outputs}, {tile.cpp}>",
         "" if has_partials else functor_structs(problem),
     )

@@ -135,7 +135,7 @@ class Tile:
 
 # Fields of a Problem that fuse more with the norm than its own arithmetic.
 _FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "round_x_hat")
-_FUSED += ("recomputed", "amax", "load", "store", "dy1", "dx_sum")
+_FUSED += ("recomputed", "amax", "load", "store")
 
 DIRECTIONS = ("forward", "backward")
 NORMS = ("layer_norm", "rms_norm")
@@ -209,13 +209,11 @@ class Problem:
     dy, dx, dweight, dbias: backward only; None for a gradient that is not wanted.
     residual: forward, whether a residual of x's dtype is added and the sum stored.
     dsum: backward, the gradient that is added to dx.
-    dx_sum: backward, the sum of dx over rows. Only rings compute it (sums_dx).
     input: the dtype that is read where x is a sum.
     residual_dtype: what is added to the input.
     row_scale, dropout: factors of the input; backward, of dx.
     dresidual: the gradient of the sum itself; None if it is not wanted or is the same tensor as dx.
-    y1, weight1, bias1: the second output of forward. Without weight1 and bias1 it is y in another
-    dtype, whose gradient backward adds to dy: dy1. dy then has the dtype of the arithmetic.
+    y1, weight1, bias1: the second output of forward.
     round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
     scaling: where the scales of an 8-bit y come from, one of SCALINGS.
     amax: whether the amax of y is recorded beside a given scale.
@@ -236,12 +234,10 @@ class Problem:
     zero_centered: bool = False
     residual: bool = False
     dy: str | None = None
-    dy1: str | None = None
     dx: str | None = None
     dweight: str | None = None
     dbias: str | None = None
     dsum: str | None = None
-    dx_sum: str | None = None
     input: str | None = None
     residual_dtype: str | None = None
     row_scale: str | None = None
@@ -278,17 +274,12 @@ class Problem:
         return self.direction == "forward"
 
     @property
-    def is_written_twice(self) -> bool:
-        """Whether y1 is y in another dtype."""
-        return bool(self.y1) and not (self.weight1 or self.bias1)
-
-    @property
     def widest_pack(self) -> int:
         """The most elements that a pack may have.
 
         16 bytes of the narrowest streamed tensor (8-bit ones aside), or what the layout allows.
         """
-        streamed = {self.x, self.y, self.y1, self.dy, self.dy1, self.dx, self.dresidual}
+        streamed = {self.x, self.y, self.y1, self.dy, self.dx, self.dresidual}
         streamed |= {self.input, self.residual_dtype, self.recomputed}
         streamed |= {each.source for each in (self.load, self.store) if each}
         narrowest = min(DTYPES[name].itemsize for name in streamed if name in DTYPES)
@@ -304,11 +295,8 @@ class Problem:
     @cached_property
     def extras(self) -> frozenset[str]:
         """Words for what is fused with the norm: names of fields, "by_y" for backward from y,
-        "twice" for a y1 that is y in another dtype, "wide" for parameters of a wider dtype than
-        x, and the scaling."""
+        "wide" for parameters of a wider dtype than x, and the scaling."""
         words = {name for name in _FUSED if getattr(self, name)}
-        if self.is_written_twice:
-            words = words - {"y1"} | {"twice"}
         words |= {"by_y"} if self.y and not self.forward else set()
         words |= {"wide"} if self.has_wide_parameters else set()
         return frozenset(words | ({self.scaling} if self.scaling else set()))
@@ -332,7 +320,7 @@ class Problem:
         """Bytes that every implementation must move for a row: each streamed tensor once."""
         streamed = [self.x, self.y, self.y1]
         if not self.forward:
-            streamed = [self.y or self.x, self.dy, self.dy1, self.dx, self.dsum, self.dresidual]
+            streamed = [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
         if self.load and self.load.source:
             streamed[0] = self.load.source
         if self.store and not self.forward:
@@ -347,12 +335,6 @@ class Problem:
 def ceil_div(value: int, step: int) -> int:
     """value / step, rounded up."""
     return -(-value // step)
-
-
-def sums_dx(problem: Problem, tile: Tile) -> bool:
-    """Whether the kernels give dx_sum: in a ring, beside dweight or dbias."""
-    wanted = problem.dx_sum and problem.dx and (problem.dweight or problem.dbias)
-    return bool(wanted) and tile.path == "ring"
 
 
 def cols_of_slice(problem: Problem, tile: Tile) -> int:

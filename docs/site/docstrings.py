@@ -27,7 +27,7 @@ import cupynorm
 _PAGES = {
     "norms": ("Norms", ("norm", "gpu", "plan.functors")),
     "linear": ("Norm and linear layer", ("linear", "parallel")),
-    "torch": ("torch modules and recipes", ("nn", "passes")),
+    "torch": ("torch modules and recipes", ("nn",)),
     "plans": ("Plans", ("plan", "norm.plans", "norm.tiles")),
     "check": ("Gradient check", ("check",)),
     "explore": ("Exploring kernels", ("explore",)),

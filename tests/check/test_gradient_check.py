@@ -11,7 +11,6 @@ from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult, errors_of, judge, judge_all
 from cupynorm.check.run import run_kernels
-from cupynorm.dtypes import decode, encode
 
 NAMES = {"y", "mean", "rstd", "dx", "dweight", "dbias"}
 
@@ -147,18 +146,6 @@ def test_the_bound_of_a_narrow_y_is_hardly_more_than_half_an_ulp():
     assert (allowed[large] < np.abs(y[large]) * 2.0**-11 * 1.2).all() and (
         allowed >= np.abs(y) * 2.0**-11
     ).all()
-
-
-@pytest.mark.parametrize(
-    "name, fields",
-    [("y1", {"x": "float32", "y1": "float16"}), ("dx_sum", {"x": "float32", "dx_sum": "float16"})],
-)
-def test_a_result_that_overflows_its_own_dtype_is_right(name, fields):
-    problem = random_problem(Case("layer_norm", 1, 8, weight="float32", bias=None, **fields))
-    problem.weight[:], problem.dy[:] = 2.0**20, [2.0**20, -(2.0**20)] * 4
-    expected = {each: value for each, (value, _) in expect(problem).items()}
-    got = expected | {name: decode(encode(expected[name], "float16"), "float16")}
-    assert np.isinf(got[name]).any() and CheckResult(judge_all(problem, got)).ok
 
 
 def test_an_empty_result_is_false():

@@ -13,7 +13,7 @@ from cupynorm import reference
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.run import run_kernels
-from cupynorm.dtypes import DTYPES, decode, encode
+from cupynorm.dtypes import DTYPES
 from cupynorm.plan import dispatch
 from cupynorm.plan.problem import Layout, Tile
 from cupynorm.plan.problem import Problem as DispatchProblem
@@ -220,65 +220,3 @@ def two_output_problem(case: Case) -> DispatchProblem:
         **{name: case.dtype(name) for name in names},
         layout=Layout.of_new_arrays(case.num_cols),
     )
-
-
-TWICE = {
-    "narrower": ("float32", {"y1": "bfloat16"}),
-    "narrower, of a float32 stream": (
-        "bfloat16",
-        {"y": "float32", "y1": "float16", "residual": "float32", "residual_dtype": "float32"},
-    ),
-    "with dsum": ("float32", {"y1": "float16", "dsum": True, "zero_centered_weight": True}),
-    "without parameters": ("float64", {"y1": "float32", "weight": None, "bias": None}),
-    "a residual": ("float32", {"y1": "bfloat16", "residual": True, "weight": "bfloat16"}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("what", TWICE)
-def test_y_in_two_dtypes(what, strategy, where):
-    dtype, options = TWICE[what]
-    name, num_cols = norm_and_cols(TWICE, what, strategy)
-    results = check(Case(name, 4, num_cols, dtype, strategy=strategy, **options), where)
-    y1 = options["y1"]
-    assert np.array_equal(results["y1"], decode(encode(results["y"], y1), y1))
-
-
-@pytest.mark.parametrize(
-    "num_cols, tile",
-    [(1000, Tile(4, 64, 4, stages=2)), (1000, Tile(4, 32, 4, cluster_size=2, stages=3))],
-)
-@pytest.mark.parametrize("what", TWICE)
-def test_ring_adds_two_gradients_of_y(num_cols, tile, what, small, tile_of_backward):
-    """A ring fetches x, dy and dy1. It refuses dsum beside them."""
-    plans = tile_of_backward(tile)
-    dtype, options = TWICE[what]
-    strategy = "cluster" if tile.cluster_size > 1 else "block"
-    case = Case("layer_norm", rows_of_turns(small, tile, 4), num_cols, dtype, **options)
-    case = replace(case, strategy=strategy)
-    if options.get("dsum") or dtype == "float64":
-        with pytest.raises(ValueError, match="a ring needs"):
-            check(case, small)
-        return
-    check(case, small)
-    assert plans[-1].tile == tile and "LoadBoth" in plans[-1].launches[0].kernel.name_expression
-
-
-@pytest.mark.parametrize(
-    "num_cols, tile",
-    [
-        (1000, Tile(4, 64, 4, stages=2)),
-        (1000, Tile(4, 32, 8, 3, stages=2)),
-        (1000, Tile(4, 32, 4, cluster_size=2, stages=3)),
-    ],
-)
-@pytest.mark.parametrize("what", ["float32 stream", "narrower", "plain"])
-def test_ring_sums_dx_over_rows(num_cols, tile, what, small, tile_of_backward):
-    """As the gradient of a bias that was added to x."""
-    plans = tile_of_backward(tile)
-    dtype, options = {"plain": ("bfloat16", {}), **TWICE, **SUMS}[what]
-    strategy = "cluster" if tile.cluster_size > 1 else "block"
-    case = Case("layer_norm", rows_of_turns(small, tile, 4), num_cols, dtype, **options)
-    results = check(replace(case, strategy=strategy, dx_sum="float32"), small)
-    assert plans[-1].tile == tile and "dx_sum" in results

@@ -218,59 +218,14 @@ def test_results_that_are_not_finite_are_no_distance():
         steps.distance([torch.full((2,), float("nan")), torch.ones(3)], one)
 
 
-def test_each_compiled_run_has_its_own_code(example, eager, variants, monkeypatch, capsys):
-    """Also the run whose modules are those of another, and only while graph passes are on."""
-    events = []
-
-    class Passes:
-        changes = ["one"]
-
-        def __enter__(self):
-            events.append("on")
-            return self
-
-        def __exit__(self, *error):
-            events.append("off")
-
-        def __str__(self):
-            return "1 replaced"
-
-    compile_graph = steps.Backend.__call__
-
-    def noted(backend, graph, inputs):
-        events.append(next(run for run, (each,) in variants.items() if each.backend is backend))
-        return compile_graph(backend, graph, inputs)
-
-    monkeypatch.setattr(steps.Backend, "__call__", noted)
-    monkeypatch.setattr(example.cupynorm, "compile_passes", Passes, raising=False)
-    runs = ("torch-compiled", "cupynorm-compiled", "passes-compiled")
+def test_each_compiled_run_has_its_own_code(example, eager, variants):
+    runs = ("torch-compiled", "cupynorm-compiled")
     assert example.main([*DIT, "--runs", ",".join(runs)]) == 0
     assert {run: each.backend.num_graphs for run, (each,) in variants.items()} == {
         "torch": 0,
         "float64": 0,
         **dict.fromkeys(runs, 2),
     }
-    inside = ["on", "passes-compiled", "off"]
-    assert [each for each in events if each in inside].count("on") == 2 * steps.NUM_COMPARED
-    for at, event in enumerate(events):
-        if event in runs:
-            assert (event == "passes-compiled") == (events[at - 1 : at + 2] == inside)
-    printed = capsys.readouterr().out
-    assert "graph passes in DiT-L/2, 1 block, training\n1 replaced" in printed
-
-
-def test_without_graph_passes_their_run_is_left_out(example, eager, monkeypatch, capsys):
-    class Without:
-        """cupynorm without compile_passes."""
-
-        def __getattr__(self, name):
-            if name == "compile_passes":
-                raise AttributeError(name)
-            return getattr(steps.cupynorm, name)
-
-    monkeypatch.setattr(example, "cupynorm", Without())
-    assert example.main([*DIT, "--runs", "passes-compiled"]) == 0
-    assert "passes-compiled was left out: this cupynorm has no" in capsys.readouterr().out
 
 
 def test_models_are_compiled_ahead_in_processes(example, monkeypatch):
