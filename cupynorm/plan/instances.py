@@ -197,9 +197,7 @@ def row_arguments(problem: Problem) -> str:
     return f"{load_x_name(problem)}, {load_dy_name(problem)}, {weight}, {store}"
 
 
-def parameters_instance(
-    problem: Problem, has_partials: bool
-) -> tuple[Tile | None, Kernel | None]:
+def parameters_instance(problem: Problem, has_partials: bool) -> tuple[Tile | None, Kernel | None]:
     """The kernel that sums dweight and dbias, from partial rows or from x and dy."""
     if not (problem.dweight or problem.dbias):
         return None, None

@@ -241,7 +241,8 @@ def test_refused_arguments():
 def test_the_table_of_few_rows_is_that_of_its_samples():
     repository = Path(__file__).parents[2]
     samples = json.loads((repository / "notebooks" / "h200_decoding.json").read_text())
-    text = (repository / "docs" / "linear.md").read_text().partition("\n1 and 2 rows in bfloat16")[2]
+    page = (repository / "docs" / "linear.md").read_text()
+    text = page.partition("\n1 and 2 rows in bfloat16")[2]
     table = text.partition("| copy of as many bytes |")[2].partition("\n\n")[0].splitlines()[2:]
     names = (decoding.READ, GEMM, "cupynorm-kernel", "cupynorm-plain", "torch")
     expected = {}
