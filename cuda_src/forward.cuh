@@ -12,7 +12,6 @@
 #include "statistics.cuh"
 #include "store.cuh"
 #include "sum_load.cuh"
-#include "two_stores.cuh"
 
 template <class Load, class Store>
 struct Forward {

@@ -45,8 +45,6 @@ All is per element.
                 All other tensors are then judged by the sum that the kernel returned.
     dresidual   as dx. dsum adds u * |dresidual|. dx is then dresidual scaled, with 4u * |dx| more.
     recomputed  y written again by backward: as y, with e of backward
-    y1          as y, with its own dweight1 and dbias1. Its share of dx is allowed as a dx
-                of its own, and the addition 2u * |dx|.
     memory_efficient  backward computes x_hat from y. With t half a unit in the last place of 1 in
                 the dtype of y: e of backward is what is allowed of y over max(|w|, t), plus
                 |x_hat| * (max(0, 1 - |w| / t) + 2u); dweight has sum |dy * e|.
@@ -137,11 +135,8 @@ def expect(
     with np.errstate(all="ignore"):
         rows = _Rows(problem, x, rounded_mean, e_backward)
         expected = rows.outputs()
-        second = _second_output(problem, rows)
-        if second:
-            expected["y1"] = second["y"]
         if not forward_only:
-            expected |= _gradients(problem, rows, second)
+            expected |= _gradients(problem, rows)
         if case.has_own_sum:
             kept = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
             factor = 1 + rows.factor + kept
@@ -154,10 +149,10 @@ def expect(
     return expected
 
 
-def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
-    """All of backward. second: the second output."""
+def _gradients(problem: Problem, rows: _Rows) -> Expected:
+    """All of backward."""
     case = problem.case
-    dsum, dsum_allowed = rows.gradient_of_sum(second)
+    dsum, dsum_allowed = rows.gradient_of_sum()
     dx, dx_allowed = dsum, dsum_allowed
     if case.is_scaled:
         dx = problem.scaled(dsum)
@@ -167,8 +162,6 @@ def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
     if case.recompute:
         expected["recomputed"] = rows.recomputed()
     expected |= rows.gradients_of_parameters()
-    names = ("dweight", "dbias")
-    expected |= {f"{name}1": second[name] for name in names if name in second}
     if case.has_own_sum and problem.residual is not None:
         expected["dresidual"] = _rounded(dsum, dsum_allowed, case.added)
     return expected
@@ -274,8 +267,8 @@ class _Rows:
         of_weight = np.maximum(0.0, 1 - weight / least) + 2 * u
         return of_y / np.maximum(weight, least) + self.size * of_weight
 
-    def gradient_of_sum(self, second: Expected) -> tuple[np.ndarray, np.ndarray]:
-        """The gradient of the normalised rows before it is rounded. second: of a second output."""
+    def gradient_of_sum(self) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient of the normalised rows before it is rounded."""
         u, g, e, x_hat = self.u, self.g, self.e_backward, self.size
         wdy = self.problem.dy * self.w
         wdy_x_hat, size = wdy * self.x_hat, np.abs(wdy)
@@ -295,9 +288,6 @@ class _Rows:
         if self.problem.dsum is not None:
             dx = dx + self.problem.dsum
             allowed = allowed + u * np.abs(dx)
-        if second:
-            dx = dx + second["dx"][0]
-            allowed = allowed + second["dx"][1] + 2 * u * np.abs(dx)
         return dx, allowed
 
     def _underflow_of_gradient(self) -> np.ndarray:
@@ -399,37 +389,6 @@ def _centered(x: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         differences = x - x.mean(axis=1, keepdims=True)
         return differences - differences.mean(axis=1, keepdims=True)
-
-
-def _second_output(problem: Problem, rows: _Rows) -> Expected:
-    """y, dx, dweight and dbias of a second output of the same rows; empty if there is none.
-
-    Its dx is rounded to the dtype of the arithmetic before it is added to that of the first output.
-    """
-    case = problem.case
-    if not case.has_second:
-        return {}
-    alone = Case(
-        case.norm,
-        case.num_rows,
-        case.num_cols,
-        compute_dtype(case.sum).name,
-        case.dtype("y"),
-        case.weight1,
-        case.bias1,
-        zero_centered_weight=case.zero_centered_weight,
-        eps=case.eps,
-    )
-    second = expect(
-        Problem(alone, rows.x, problem.dy1, problem.weight1, problem.bias1),
-        rounded_mean=rows.rounded_mean,
-        e_backward=rows.e_backward,
-    )
-    if case.round_x_hat:
-        weight = np.abs(scale(problem.weight1, case.zero_centered_weight))
-        y, allowed = second["y"]
-        second["y"] = y, allowed + weight * half_ulp(rows.x_hat, case.x)
-    return second
 
 
 def _allowed_of_sum(case: Case, exact_sum: np.ndarray, scaled_x: np.ndarray) -> np.ndarray:

@@ -91,8 +91,6 @@ class Norm(Fp8Norm):
         row_scale: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | torch.Tensor | None = None,
-        weight1: torch.Tensor | None = None,
-        bias1: torch.Tensor | None = None,
         fp8_output: bool = False,
         load: Functor | BoundFunctor | None = None,
         store: Functor | BoundFunctor | None = None,
@@ -105,8 +103,6 @@ class Norm(Fp8Norm):
             operands = {
                 "row_scale": row_scale,
                 "dropout_seed": dropout_seed,
-                "weight1": weight1,
-                "bias1": bias1,
                 "functors": None if load is None and store is None else bind_functors(load, store),
             }
             options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
@@ -128,8 +124,6 @@ class Norm(Fp8Norm):
             row_scale=row_scale,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
-            weight1=weight1,
-            bias1=bias1,
             round_x_hat=self.round_x_hat,
             memory_efficient=self.memory_efficient,
             load=load,
@@ -176,8 +170,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
     returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
     CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed,
-    weight1, bias1, load and store are as for cupynorm.layer_norm; elements are dropped only in
-    training mode.
+    load and store are as for cupynorm.layer_norm; elements are dropped only in training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit

@@ -181,7 +181,7 @@ def forward_problem(
 ) -> Problem:
     """The problem of a forward: its tensors and what is fused with the norm.
 
-    tensors: x, y, weight, bias, residual, sum, row_scale, y1, weight1, bias1; amax where one is
+    tensors: x, y, weight, bias, residual, sum, row_scale; amax where one is
     recorded. Without y: mean and rstd alone.
     """
     x = tensors["x"]
@@ -212,9 +212,6 @@ def forward_problem(
         bias=dtype_of(tensors, "bias"),
         zero_centered=bool(options.zero_centered_weight),
         residual="residual" in tensors and not has_own_sum,
-        y1=dtype_of(tensors, "y1"),
-        weight1=dtype_of(tensors, "weight1"),
-        bias1=dtype_of(tensors, "bias1"),
         round_x_hat=x.dtype if rounds else None,
         scaling=options.quantization.scaling if options.quantization else None,
         amax="amax" in tensors,
@@ -270,10 +267,6 @@ def _forward_words(
     if problem.input:
         words += [Address("row_scale"), *_dropout_words(options.dropout_p)]
     words += [*row_words(tensors, "y", turned), Address("weight"), Address("bias")]
-    if problem.y1:
-        words += row_words(tensors, "y1", turned)
-    if problem.weight1 or problem.bias1:
-        words += [Address("weight1"), Address("bias1")]
     if options.quantization:
         rule = scale_rule_words(
             options.quantization.smallest_amax, options.quantization.power_of_two

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..plan.problem import Tile
-from .options import default_extents, gradient_names, launch_options
-from .request import Array, BackwardOperands, BackwardOptions, BackwardRequest, SecondGradient
+from .options import default_extents, gradient_names, launch_options, names_what_was_removed
+from .request import Array, BackwardOperands, BackwardOptions, BackwardRequest
 from .results import Backward, FusedBackward
 from .route import explicit_backward
 
 
+@names_what_was_removed
 def layer_norm_backward(
     dy: Array,
     x: Array,
@@ -33,9 +34,6 @@ def layer_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    dy1: Array | None = None,
-    weight1: Array | None = None,
-    dbias1_dtype: Any = None,
     memory_efficient: bool = False,
     bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
@@ -61,12 +59,10 @@ def layer_norm_backward(
 
     row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
-    dy1, weight1, dbias1_dtype: of the second output.
     memory_efficient: x is y as forward returned it, mean is not read, and bias is needed if forward
         had one.
-    With any of these, or "dresidual", "dweight1" or "dbias1" among the gradients, a FusedBackward
-    is returned. One kernel writes dx, of the input, and dresidual; dsum is added to both before
-    they are rounded. The part of dy1 comes from a kernel before it, in the dtype of the arithmetic.
+    With any of these, or "dresidual" among the gradients, a FusedBackward is returned. One kernel
+    writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
 
     normalized_shape, zero_centered_weight, sm_margin, strategy, tile: as for layer_norm.
 
@@ -90,10 +86,10 @@ def layer_norm_backward(
         bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
-    second = SecondGradient(dy1, weight1, dbias1_dtype)
-    return explicit_backward(BackwardRequest(operands, options), second)
+    return explicit_backward(BackwardRequest(operands, options))
 
 
+@names_what_was_removed
 def rms_norm_backward(
     dy: Array,
     x: Array,
@@ -111,9 +107,6 @@ def rms_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    dy1: Array | None = None,
-    weight1: Array | None = None,
-    dbias1_dtype: Any = None,
     memory_efficient: bool = False,
     bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
@@ -147,5 +140,4 @@ def rms_norm_backward(
         bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
-    second = SecondGradient(dy1, weight1, dbias1_dtype)
-    return explicit_backward(BackwardRequest(operands, options), second)
+    return explicit_backward(BackwardRequest(operands, options))

@@ -57,16 +57,12 @@ class HostForward(CheckedForward):
             if operands.out is not None:
                 operands.out[...] = y
                 y = operands.out
-        y1 = None
-        if self.has_second:
-            values = self._norm(x, operands.weight1, operands.bias1)[0].reshape(self.shape)
-            y1 = arrays.from_float64(values, options.out_dtype, operands.input)
         compute = compute_dtype(options.residual_dtype).name
         mean, rstd = (
             None if each is None else arrays.from_float64(each, compute, operands.input)
             for each in (mean, rstd)
         )
-        return FusedForward(y, mean, rstd, added, y1, seed)
+        return FusedForward(y, mean, rstd, added, seed)
 
     def _sum(self, operands: ForwardOperands, seed: object) -> Array:
         if not self.makes_sum:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +19,32 @@ from .results import FusedBackward
 
 TILE_FIELDS = tuple(Tile.__annotations__)
 _COMPUTED_SCALINGS = SCALINGS[1:]  # those that need no scale from the caller
+
+# Keywords of earlier versions, and what to write instead.
+REMOVED_KEYWORDS = {
+    "weight1": "a second call with that weight",
+    "bias1": "a second call with that bias",
+    "dy1": "a second call with that dy, whose dx is the dsum of the first",
+    "dbias1_dtype": "a second call with that dbias_dtype",
+}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def names_what_was_removed(function: _Function) -> _Function:
+    """The function. Its TypeError for a keyword of REMOVED_KEYWORDS says what to write instead."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except TypeError:
+            for name in options.keys() & REMOVED_KEYWORDS.keys():
+                raise TypeError(
+                    f"{function.__name__} has no {name} any more; expected {REMOVED_KEYWORDS[name]}"
+                ) from None
+            raise
+
+    return call
 
 
 def launch_options(

@@ -64,8 +64,6 @@ class ForwardOperands(NamedTuple):
     out: Array | None = None
     row_scale: Array | None = None
     dropout_seed: Array | int | None = None
-    weight1: Array | None = None
-    bias1: Array | None = None
     scale: Array | None = None
     amax: Array | None = None
     functors: Functors | None = None
@@ -153,14 +151,6 @@ class BackwardRequest(NamedTuple):
     options: BackwardOptions
 
 
-class SecondGradient(NamedTuple):
-    """What a backward is given of the second output, y1."""
-
-    dy: Array | None
-    weight: Array | None = None
-    dbias_dtype: Any = None
-
-
 def makes_sum(request: ForwardRequest, dtype: str) -> bool:
     """Whether the normalised row is not the input itself. dtype: the input's, by name."""
     operands, options = request
@@ -177,8 +167,6 @@ def is_plain(request: ForwardRequest) -> bool:
     operands, options = request
     return (
         operands.row_scale is None
-        and operands.weight1 is None
-        and operands.bias1 is None
         and options.residual_dtype is None
         and options.dropout_p == 0
         and not options.round_x_hat

@@ -181,7 +181,7 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
 # Fields of a Problem that a plan prints in the line "tensors".
 _TENSORS = {
     *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum", "input", "scaling"),
-    *("residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1", "recomputed"),
+    *("residual_dtype", "row_scale", "dresidual", "recomputed"),
 }
 
 
@@ -373,7 +373,7 @@ def _launches(
 def _bytes_once(problem: Problem, num_rows: int) -> int:
     """What is read or written once: parameters, their gradients, and the statistics of rows."""
     parameters = [problem.weight, problem.bias, problem.dweight, problem.dbias]
-    parameters += [problem.weight1, problem.bias1, problem.y_weight, problem.y_bias]
+    parameters += [problem.y_weight, problem.y_bias]
     of_parameters = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
     return of_parameters + num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
 

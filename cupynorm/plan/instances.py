@@ -156,10 +156,6 @@ def row_instance(
             rounded_to = cpp_name(problem.round_x_hat)
             scaling = f"Scaling::{problem.scaling}, Step::{step}"
             store = f"QuantizeStore<{outputs}, {zero_centered}, {rounded_to}, {scaling}>"
-        if problem.y1:
-            second = cpp_names(problem.y1, problem.weight1, problem.bias1)
-            second = f"Store<{second}, {zero_centered}{rounded}>"
-            store = f"TwoStores<{store}, {second}>"
         if problem.store:
             store = f"FunctorStore<{store}, {problem.store.struct('store', problem.compute)}>"
         arguments = f"{load_x}, {store}, {cpp_bool(problem.centered)}, Statistics::{statistics}"

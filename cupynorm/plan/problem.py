@@ -134,7 +134,7 @@ class Tile:
 
 
 # Fields of a Problem that fuse more with the norm than its own arithmetic.
-_FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "round_x_hat")
+_FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "round_x_hat")
 _FUSED += ("recomputed", "amax", "load", "store")
 
 DIRECTIONS = ("forward", "backward")
@@ -213,7 +213,6 @@ class Problem:
     residual_dtype: what is added to the input.
     row_scale, dropout: factors of the input; backward, of dx.
     dresidual: the gradient of the sum itself; None if it is not wanted or is the same tensor as dx.
-    y1, weight1, bias1: the second output of forward.
     round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
     scaling: where the scales of an 8-bit y come from, one of SCALINGS.
     amax: whether the amax of y is recorded beside a given scale.
@@ -243,9 +242,6 @@ class Problem:
     row_scale: str | None = None
     dropout: bool = False
     dresidual: str | None = None
-    y1: str | None = None
-    weight1: str | None = None
-    bias1: str | None = None
     round_x_hat: str | None = None
     y_weight: str | None = None
     y_bias: str | None = None
@@ -279,7 +275,7 @@ class Problem:
 
         16 bytes of the narrowest streamed tensor (8-bit ones aside), or what the layout allows.
         """
-        streamed = {self.x, self.y, self.y1, self.dy, self.dx, self.dresidual}
+        streamed = {self.x, self.y, self.dy, self.dx, self.dresidual}
         streamed |= {self.input, self.residual_dtype, self.recomputed}
         streamed |= {each.source for each in (self.load, self.store) if each}
         narrowest = min(DTYPES[name].itemsize for name in streamed if name in DTYPES)
@@ -318,7 +314,7 @@ class Problem:
     @property
     def bytes_per_row(self) -> int:
         """Bytes that every implementation must move for a row: each streamed tensor once."""
-        streamed = [self.x, self.y, self.y1]
+        streamed = [self.x, self.y]
         if not self.forward:
             streamed = [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
         if self.load and self.load.source:

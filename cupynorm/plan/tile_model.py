@@ -137,7 +137,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
             words.add("exact")
     fixed, each = _registers_of_words(kind, frozenset(words))
     # Forward, threads of rings and bundles keep their parameters, as do those that load them early.
-    kept = [problem.weight, problem.bias, problem.weight1, problem.bias1]
+    kept = [problem.weight, problem.bias]
     sizes = [DTYPES[name].itemsize for name in kept if name]
     if kind == "forward ring" or tile.early:
         each += sum(max(size, 4) if tile.pack_size == 1 else size for size in sizes) / 4

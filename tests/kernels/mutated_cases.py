@@ -60,7 +60,6 @@ SUM = layer_norm(
     dropout_p=0.3,
     dsum=True,
 )
-TWO = Case("rms_norm", 5, 40, "bfloat16", strategy="warp", weight1="float32", bias1="bfloat16")
 BY_Y = layer_norm(5, 40, "float32", strategy="warp", memory_efficient=True)
 AGAIN = layer_norm(5, 37, "float32", strategy="warp", recompute=True)
 AGAIN_IN_RING = layer_norm(

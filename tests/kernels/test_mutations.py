@@ -21,7 +21,6 @@ from mutated_cases import (
     SHARED_CLUSTER,
     STAGED,
     SUM,
-    TWO,
     UNCACHED,
     WARP,
     Mutation,
@@ -237,12 +236,6 @@ MUTATIONS = {
     ),
     "a gradient that is not scaled": Mutation(
         "backward_stores.cuh", "    factor.multiply(row, col, split, present);\n", "", SUM
-    ),
-    "a second output with the first's weights": Mutation(
-        "two_stores.cuh",
-        "second.store(row, col, values, kept.second",
-        "first.store(row, col, values, kept.first",
-        TWO,
     ),
     "y again of the first columns' biases": Mutation(
         "register_gradient.cuh",

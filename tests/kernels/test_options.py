@@ -135,15 +135,13 @@ FROM_Y = {
     ),
     "y of float64": ("float64", {"bias": "float32"}),
     "y without parameters": ("float32", {"weight": None, "bias": None}),
-    "y, dropout and a second output": (
+    "y and dropout": (
         "bfloat16",
         {
             "residual": True,
             "residual_dtype": "float32",
             "dropout_p": 0.2,
             "dsum": True,
-            "weight1": "float32",
-            "bias1": "float32",
         },
     ),
 }

@@ -38,7 +38,7 @@ def draw(generator: random.Random, max_elements: int, max_cols: int) -> Case:
 
 
 def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Case:
-    """Adds a sum of another dtype, dropout, a scale of each row, and second outputs."""
+    """Adds a sum of another dtype, dropout, and a scale of each row."""
     case = draw(generator, max_elements, max_cols)
     residual_dtype = generator.choice([None, "float32", *DTYPES])
     fused = replace(
@@ -48,8 +48,6 @@ def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Ca
         row_scale=generator.choice([None, *DTYPES]),
         dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
         dsum=generator.random() < 0.5,
-        weight1=generator.choice([None, None, *DTYPES]),
-        bias1=generator.choice([None, None, *DTYPES]),
         round_x_hat=generator.random() < 0.3,
         memory_efficient=generator.random() < 0.3,
         # With eps 0 a rounding would decide the variance of a row that is mostly dropped.

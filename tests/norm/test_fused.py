@@ -49,27 +49,20 @@ def test_results_and_gradients_are_within_bounds(what, device):
     )
     options = options_of(problem, put)
     leaves = {"dx": x, "dweight": weight} | ({} if bias is None else {"dbias": bias})
-    given = {f"d{name}": options[name] for name in ("residual", "weight1", "bias1")}
-    leaves |= {name: leaf.requires_grad_() for name, leaf in given.items() if leaf is not None}
-    y, *y1, added = getattr(cupynorm, case.norm)(
+    if options["residual"] is not None:
+        leaves["dresidual"] = options["residual"].requires_grad_()
+    y, added = getattr(cupynorm, case.norm)(
         x, case.num_cols, weight, bias=bias, eps=1e-5, return_residual=True, **options
     )
     assert arrays.dtype_name(y) == case.dtype("y") and arrays.dtype_name(added) == case.sum
-    assert [each.dtype for each in y1] == [y.dtype] * case.has_second
-    outputs, gradients = (
-        [y, *y1],
-        [
-            put(values, case.dtype("y"))
-            for values in (problem.dy, problem.dy1)[: 1 + case.has_second]
-        ],
-    )
+    outputs, gradients = [y], [put(problem.dy, case.dtype("y"))]
     if problem.dsum is not None:
         outputs, gradients = [*outputs, added], [*gradients, put(problem.dsum, case.sum)]
     made = dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), gradients)))
     assert [gradient.dtype for gradient in made.values()] == [
         leaf.dtype for leaf in leaves.values()
     ]
-    results = {"y": y, "sum": added, **dict(zip(["y1"], y1)), **made}
+    results = {"y": y, "sum": added, **made}
     if not case.has_own_sum and case.residual:  # one gradient for both
         assert torch.equal(results.pop("dresidual"), made["dx"])
     elif not case.has_own_sum:
@@ -113,18 +106,13 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         weight,
         zero_centered_weight=case.zero_centered_weight,
         dsum=None if problem.dsum is None else put(problem.dsum, case.sum),
-        gradients=cupynorm.FusedBackward._fields
-        if case.has_second
-        else cupynorm.FusedBackward._fields[:4],
+        gradients=cupynorm.FusedBackward._fields,
         dbias_dtype=case.dtype("bias"),
         dx_dtype=case.x,
         dresidual_dtype=case.added,
         row_scale=options["row_scale"],
         dropout_p=case.dropout_p,
         dropout_seed=seed,
-        dy1=put(problem.dy1, case.dtype("y")) if case.has_second else None,
-        weight1=options["weight1"],
-        dbias1_dtype=case.bias1,
         **by_y,
     )
     assert isinstance(backward, cupynorm.FusedBackward)
@@ -139,9 +127,8 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         del results["dresidual"]
     if not case.has_own_sum and not case.residual:
         del results["sum"]
-    for name in ("bias", "weight1", "bias1"):
-        if getattr(case, name) is None:
-            results.pop(f"d{name}", None)
+    if case.bias is None:
+        results.pop("dbias", None)
     assert_right(problem, results)
 
 
@@ -151,7 +138,7 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     [
         (what, wanted)
         for what in ("a stream of float32", "all", "a stream of the input's dtype")
-        for wanted in itertools.product((False, True), repeat=6 if CASES[what].has_second else 4)
+        for wanted in itertools.product((False, True), repeat=4)
         # These have all four states of every pair.
         if sum(wanted) in (0, 1, len(wanted) - 1, len(wanted))
     ],
@@ -159,7 +146,6 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
 def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
     problem = random_problem(CASES[what])
     case = problem.case
-    fields = cupynorm.FusedBackward._fields[: len(wanted)]
     options = options_of(problem, tensor)
     del options["memory_efficient"]
     forward = cupynorm.layer_norm_forward(
@@ -184,9 +170,6 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
             row_scale=options["row_scale"],
             dropout_p=case.dropout_p,
             dropout_seed=forward.dropout_seed,
-            dy1=tensor(problem.dy1, case.dtype("y")) if case.has_second else None,
-            weight1=options["weight1"],
-            dbias1_dtype=case.bias1,
         )
 
     names = [name for name, is_wanted in zip(cupynorm.FusedBackward._fields, wanted) if is_wanted]
@@ -196,7 +179,7 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
     assert_right(problem, judged | {"sum": forward.sum})
     # dx and dresidual are the same bits whether or not dweight and dbias are wanted.
     if made["dx"] is not None and made["dresidual"] is not None:
-        everything = gradients(fields)
+        everything = gradients(cupynorm.FusedBackward._fields)
         assert torch.equal(made["dx"], everything.dx) and torch.equal(
             made["dresidual"], everything.dresidual
         )
@@ -267,29 +250,18 @@ def test_a_memory_efficient_call_saves_y_and_not_the_sum(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_second", [False, True])
-def test_dx_of_a_memory_efficient_call_is_that_of_the_explicit_backward(has_second, kernels):
+def test_dx_of_a_memory_efficient_call_is_that_of_the_explicit_backward(kernels):
     """To the bit, and not that of a backward from x."""
     x = random(1000, 24, dtype=torch.float16).requires_grad_()
-    weight, bias, weight1, bias1 = (
-        random(24, dtype=torch.float16, seed=seed) for seed in (1, 2, 3, 4)
-    )
-    second = {"weight1": weight1, "bias1": bias1} if has_second else {}
-    made = cupynorm.layer_norm(
-        x, 24, weight, bias, memory_efficient=True, strategy="warp", **second
-    )
-    made = made if has_second else (made,)
-    dys = [random(1000, 24, dtype=torch.float16, seed=5 + at) for at in range(len(made))]
-    (dx,) = torch.autograd.grad(made, x, dys)
-    saved = cupynorm.layer_norm_forward(x.detach(), weight, bias, strategy="warp", **second)
-    assert torch.equal(saved.y, made[0])
+    weight, bias = (random(24, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    y = cupynorm.layer_norm(x, 24, weight, bias, memory_efficient=True, strategy="warp")
+    dy = random(1000, 24, dtype=torch.float16, seed=5)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    saved = cupynorm.layer_norm_forward(x.detach(), weight, bias, strategy="warp")
+    assert torch.equal(saved.y, y)
     options = {"strategy": "warp", "dx_dtype": torch.float16}
-    if has_second:
-        options |= {"dy1": dys[1], "weight1": weight1}
     of_y, of_x = (
-        cupynorm.layer_norm_backward(
-            dys[0], kept, saved.mean, saved.rstd, weight, **options, **by_y
-        ).dx
+        cupynorm.layer_norm_backward(dy, kept, saved.mean, saved.rstd, weight, **options, **by_y).dx
         for kept, by_y in ((saved.y, {"bias": bias, "memory_efficient": True}), (x.detach(), {}))
     )
     assert torch.equal(dx, of_y) and not torch.equal(dx, of_x)
@@ -319,30 +291,6 @@ def test_gradients_of_real_activations_with_a_tiny_weight_are_within_bounds(devi
             made = torch.autograd.grad(y, leaves, tensor(problem.dy, case.dtype("y"), device))
             assert_right(problem, {"y": y, **dict(zip(("dx", "dweight", "dbias"), made))})
     assert smallest < 2e-9
-
-
-def test_gradients_of_the_second_output_alone_are_those_of_one_output(kernels):
-    """The gradient of y1 alone is bit for bit that of a call with weight1 as its weight."""
-    x, weight1, bias1 = (
-        random(*shape, dtype=torch.float32).requires_grad_() for shape in ((6, 40), (40,), (40,))
-    )
-    weight = random(40, dtype=torch.float32, seed=1).requires_grad_()
-    y, y1 = cupynorm.layer_norm(x, 40, weight, weight1=weight1, bias1=bias1)
-    alone = cupynorm.layer_norm(x, 40, weight1, bias1)
-    assert torch.equal(y1, alone) and torch.equal(y, cupynorm.layer_norm(x, 40, weight))
-    made = [
-        torch.autograd.grad((each**2).sum(), (x, weight1, bias1), retain_graph=True)
-        for each in (y1, alone)
-    ]
-    assert all(map(torch.equal, *made))
-    assert torch.autograd.grad(y1.sum(), weight, allow_unused=True, retain_graph=True) == (None,)
-    assert torch.autograd.grad(y.sum(), weight1, allow_unused=True, retain_graph=True) == (None,)
-    # One kernel computes both.
-    assert sum("TwoStores" in each.kernel.name_expression for each in kernels) == 1
-    both = torch.autograd.grad((y.sum() + y1.sum()), (x, weight, weight1), retain_graph=True)
-    assert torch.equal(
-        both[1], torch.autograd.grad(cupynorm.layer_norm(x, 40, weight).sum(), weight)[0]
-    )
 
 
 def test_strided_operands_give_the_results_of_contiguous_ones(kernels):
