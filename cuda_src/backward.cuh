@@ -9,10 +9,9 @@
 #include "load.cuh"
 #include "mean_rstd.cuh"
 #include "next_kernel.cuh"
-#include "x_hat_load.cuh"
 
-// The gradient of one row. normalized: the kernel loads x_hat, not x.
-template <class Compute, bool normalized = false>
+// The gradient of one row.
+template <class Compute>
 struct RowGradient {
   Compute mean;
   Compute rstd;
@@ -21,7 +20,6 @@ struct RowGradient {
 
   template <bool centered>
   __device__ __forceinline__ Compute x_hat(Compute x) const {
-    if constexpr (normalized) return x;
     if constexpr (centered) return (x - mean) * rstd;
     return x * rstd;
   }
@@ -69,7 +67,7 @@ struct Backward {
   LoadDy load_dy;
   LoadWeight load_weight;
   StoreDx store;
-  const Compute* mean;  // [num_rows]; null in RMSNorm, and if load_x loads x_hat
+  const Compute* mean;  // [num_rows]; null in RMSNorm
   const Compute* rstd;  // [num_rows]
   // One partial row of sums for each block or cluster: [grid_size / cluster_size, num_cols]; null:
   // not wanted.
@@ -80,10 +78,8 @@ struct Backward {
 
   // The gradient of a row, before its sums are known.
   template <bool centered>
-  __device__ __forceinline__ RowGradient<Compute, LoadX::normalized> gradient_of(
-      long long row) const {
-    const bool has_mean = centered && !LoadX::normalized;
-    return {has_mean ? mean[row] : Compute(0), rstd[row], 0, 0};
+  __device__ __forceinline__ RowGradient<Compute> gradient_of(long long row) const {
+    return {centered ? mean[row] : Compute(0), rstd[row], 0, 0};
   }
 
   // Writes a pack of dx, of a kernel that has not loaded what is added to it.

@@ -1,6 +1,5 @@
 // normalized_packs.cuh -- rows that are normalised in shared memory before they are multiplied
 //
-// NormLinearRows      what norm_linear_few.cu and norm_linear_several.cu are given alike
 // AddedRows           x and, if there is one, a residual, on their way to shared memory
 // moments_of_packs    of a warp's packs of a row
 // mean_rstd_of        of a row, from the moments of its parts, one in each lane
@@ -46,21 +45,6 @@ struct AddedRows {
         find(first + each, [&](T* smem, long long at) { add(smem, at, begun[each], keeps_sum); });
     }
   }
-};
-
-template <class T, class NormWeight, class NormBias, bool zero_centered>
-struct NormLinearRows {
-  AddedRows<T> rows;  // [num_rows, in_features]
-  const T* bias;      // null: absent
-  LoadParameter<NormWeight, zero_centered> norm_weight;
-  LoadParameter<NormBias, false, 0> norm_bias;
-  T* y;         // [num_rows, out_features], contiguous
-  float* mean;  // null: not wanted; so too rstd
-  float* rstd;
-  long long num_rows;
-  long long in_features;
-  long long out_features;
-  double eps;
 };
 
 // sample, samples, for_each: as of warp_moments. RMSNorm: the sum of squares alone.

@@ -47,8 +47,8 @@ struct RowProducts {
     if constexpr (dweight) {
       Compute xs[pack_size];
       unpack(load_x.template load<pack_size>(row, col), xs);
-      RowGradient<Compute, LoadX::normalized> gradient{};
-      if constexpr (centered && !LoadX::normalized) gradient.mean = mean[row];
+      RowGradient<Compute> gradient{};
+      if constexpr (centered) gradient.mean = mean[row];
       gradient.rstd = rstd[row];
 #pragma unroll
       for (int at = 0; at < pack_size; ++at)

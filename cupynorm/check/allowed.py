@@ -45,9 +45,6 @@ All is per element.
                 All other tensors are then judged by the sum that the kernel returned.
     dresidual   as dx. dsum adds u * |dresidual|. dx is then dresidual scaled, with 4u * |dx| more.
     recomputed  y written again by backward: as y, with e of backward
-    memory_efficient  backward computes x_hat from y. With t half a unit in the last place of 1 in
-                the dtype of y: e of backward is what is allowed of y over max(|w|, t), plus
-                |x_hat| * (max(0, 1 - |w| / t) + 2u); dweight has sum |dy * e|.
 
 c and q. Two passes subtract d, the mean before it is corrected. d is off by delta, at most
 u * (2 + log2(n)) * |mean|: a sum in pairs and a division (Higham 1993). A thread first adds a few
@@ -237,11 +234,9 @@ class _Rows:
             self.e = self.e + half_ulp(self.x_hat, case.x)
         weight = scale(self.problem.weight, case.zero_centered_weight)
         self.w = np.broadcast_to(weight, (case.num_cols,))
-        # Errors of x_hat that come from the rounding of y do not add up like a random walk.
-        self.errors_add_up = case.memory_efficient or e_backward is not None
+        # Errors of x_hat that come from a rounding do not add up like a random walk.
+        self.errors_add_up = e_backward is not None
         self.e_backward = self.e_usual if e_backward is None else e_backward
-        if case.memory_efficient:
-            self.e_backward = self._e_from_y()
 
     def _distance_of_mean(self) -> np.ndarray:
         """c: how far the mean before correction may be from the mean, times rstd."""
@@ -255,17 +250,6 @@ class _Rows:
         most = 1 / (rstd * np.sqrt(eps)) if eps > 0 else np.full_like(rstd, np.inf)
         factor = 1 / np.sqrt(np.maximum(0.0, 1 - 4 * self.g * distance**2))
         return np.maximum(0.0, np.minimum(factor, most) - 1)
-
-    def _e_from_y(self) -> np.ndarray:
-        """The error of an x_hat that backward computes from y."""
-        u, y = self.u, self.problem.case.dtype("y")
-        bias = self.problem.bias if self.problem.bias is not None else 0.0
-        weight = np.abs(self.w)
-        least = DTYPES[y].half_ulp
-        of_y = weight * self.e + 2 * u * (np.abs(self.x_hat * self.w) + np.abs(bias))
-        of_y = of_y + half_ulp(self.y, y)
-        of_weight = np.maximum(0.0, 1 - weight / least) + 2 * u
-        return of_y / np.maximum(weight, least) + self.size * of_weight
 
     def gradient_of_sum(self) -> tuple[np.ndarray, np.ndarray]:
         """The gradient of the normalised rows before it is rounded."""

@@ -26,8 +26,7 @@ class Case:
     residual_dtype: of the sum, None for that of x. row_scale: its dtype, None if absent.
     dy: its dtype, None for that of y. dsum: whether backward adds a gradient of the sum.
     recompute: whether backward writes y again.
-    round_x_hat, memory_efficient, dropout_p, zero_centered_weight, eps, sm_margin: as in
-    layer_norm.
+    round_x_hat, dropout_p, zero_centered_weight, eps, sm_margin: as in layer_norm.
     """
 
     norm: str
@@ -49,7 +48,6 @@ class Case:
     dropout_p: float = 0.0
     dsum: bool = False
     round_x_hat: bool = False
-    memory_efficient: bool = False
     recompute: bool = False
     dy: str | None = None
 

@@ -240,14 +240,10 @@ def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -
         case.norm == "layer_norm",
         shape[1:],
         case.zero_centered_weight,
-        x_is_y=case.memory_efficient,
         launch=launch_options,
     )
     statistics = tensors.some("mean", "rstd")
-    row = "y" if case.memory_efficient else "sum" if "sum" in tensors.rows else "x"
-    operands = tensors.some(x=row)
-    if case.memory_efficient:
-        operands |= tensors.some(y_weight="weight", y_bias="bias")
+    operands = tensors.some(x="sum" if "sum" in tensors.rows else "x")
     tensors.put("dsum", problem.dsum, case.sum)
     operands |= tensors.some("dsum")
     tensors.put("dy", problem.dy, case.dtype("dy"))

@@ -146,7 +146,7 @@ def _kind(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
     input, weight, bias, residual, out, row_scale, seed, scale, amax, own = operands
-    _, _, eps, _, _, _, dropout_p, _, _, quantization, *_ = options
+    _, _, eps, _, _, _, dropout_p, _, quantization, *_ = options
     has_no_more = out is row_scale is seed is scale is amax is own is None
     if not has_no_more or quantization is not None:
         return None
@@ -305,25 +305,57 @@ def _gradients_with_options(ctx, dy, dsum) -> tuple:
     runs_untraced = forward.options.memory_efficient and bool(is_compiling() or present_tracer())
     if by_torch.is_differentiated(first_present) and not runs_untraced:
         return forward.pick_gradients((*_differentiable_with_options(ctx, dy, dsum), None))
+    if forward.options.memory_efficient:
+        run = run_untraced(_gradients_from_y) if runs_untraced else _gradients_from_y
+        return forward.pick_gradients((*run(ctx, dy, dsum), None))
     saved = ctx.saved_tensors
     if saved[5] is None:
         saved = (*saved[:5], ctx.seed, saved[6])
     backward_request = _fused_gradients(forward.backward, saved, (dy, dsum), _wanted(ctx))
-    run = run_untraced(route.backward) if runs_untraced else route.backward
-    return forward.pick_gradients((*run(backward_request)[:4], None))
+    return forward.pick_gradients((*route.backward(backward_request)[:4], None))
 
 
 def _fused_gradients(options, saved, upstream, wants) -> BackwardRequest:
     """The request of a backward with options."""
-    x, mean, rstd, weight, row_scale, seed, bias = saved
+    x, mean, rstd, weight, row_scale, seed, _ = saved
     dy, dsum = upstream
     if dy is None:
         dy = torch.zeros_like(x)
     names = names_of(FusedBackward._fields, wants)
     operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, seed)
-    if options.x_is_y:
-        operands = operands._replace(y_weight=weight, y_bias=bias)
     return BackwardRequest(operands, options._replace(gradients=names))
+
+
+def _gradients_from_y(ctx, dy, dsum) -> tuple:
+    """The four gradients of a norm that kept y, from x_hat = (y - bias) / weight.
+
+    x_hat is a row whose mean is 0 and whose rstd is 1. Its dx times rstd is that of the sum.
+    """
+    y, _, rstd, weight, row_scale, seed, bias = ctx.saved_tensors
+    options, backward, wide = ctx.prepared.options, ctx.prepared.backward, rstd.dtype
+    x_hat = y.to(wide) if bias is None else y.to(wide) - bias.to(wide)
+    if weight is not None:
+        divisor = weight.to(wide) + bool(options.zero_centered_weight)
+        least = torch.finfo(y.dtype).eps / 2  # of a smaller weight y holds no digit of x_hat
+        divisor = divisor.where(
+            divisor >= least, divisor.clamp(max=-least).where(divisor < 0, least)
+        )
+        x_hat = x_hat / divisor
+    mean = torch.zeros_like(rstd) if options.centered else None
+    dy = torch.zeros_like(y) if dy is None else dy
+    operands = BackwardOperands(dy, x_hat, mean, torch.ones_like(rstd), weight)
+    changes = {"dx_dtype": str(wide).removeprefix("torch."), "dresidual_dtype": None}
+    request = BackwardRequest(operands, _with_wanted(ctx)._replace(dropout_p=0.0, **changes))
+    total, dweight, dbias, *_ = route.backward(request)
+    if total is None:
+        return None, dweight, dbias, None
+    total = total * rstd[(..., *(None,) * len(options.extents))]
+    total = total if dsum is None else total + dsum
+    seed = ctx.seed if seed is None else seed
+    operands = ForwardOperands(total, row_scale=row_scale, dropout_seed=seed)
+    dx = by_torch.scale_rows(total, operands, options).to(getattr(torch, backward.dx_dtype))
+    dresidual = backward.dresidual_dtype and total.to(getattr(torch, backward.dresidual_dtype))
+    return dx, dweight, dbias, dresidual
 
 
 def _differentiable_with_options(ctx, dy, dsum) -> tuple:

@@ -43,7 +43,6 @@ def layer_norm(
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
-    memory_efficient: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
     power_of_two: bool = False,
@@ -99,13 +98,6 @@ def layer_norm(
     round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that dtype
         has 16 bits, as the norms of Hugging Face's Llama do. Gradients are those of the function
         without that rounding.
-    memory_efficient: for torch tensors whose gradient is recorded: keep y for backward instead of
-        the normalised row, as apex's norms do. It saves memory where y is kept anyway and the input
-        is not. Backward computes x_hat = (y - bias) / weight. A weight (or 1 + weight) smaller than
-        t counts as t with its sign; t is half a unit in the last place of 1 in y's dtype: 2^-8,
-        2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Besides float arithmetic, x_hat
-        is then off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t).
-        y and the sum must both be float64, or neither.
     out: an array for the result: of the input's shape, with contiguous rows, sharing no memory with
         the inputs.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
@@ -130,15 +122,15 @@ def layer_norm(
         layout that the product for a weight's gradient takes on Hopper. On a GPU a second kernel
         transposes the 8-bit data.
     An 8-bit y is not a tensor that autograd knows: gradients flow through its dequantize(), as if
-    nothing had been rounded. It works with all of the above but out and memory_efficient.
+    nothing had been rounded. It works with all of the above but out.
 
     A user's own functor (cupynorm.functor), fused into the kernel; docs/functors.md:
 
     store: applied to y, after weight and bias, before y is rounded.
     load: applied to the input before anything else. Its result is normalised as it is, in the
         compute type, unless a residual, row_scale, dropout_p or another residual_dtype makes a sum,
-        which is rounded. return_residual needs a residual. Neither goes with an 8-bit y,
-        memory_efficient or round_x_hat.
+        which is rounded. return_residual needs a residual. Neither goes with an 8-bit y or
+        round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
@@ -152,8 +144,8 @@ def layer_norm(
     array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
     in input, weight, bias and residual. NumPy arrays and CPU tensors are computed by the float64
     reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
-    and second derivatives work; with any of residual_dtype, row_scale, dropout_p, round_x_hat and
-    memory_efficient, torch.compile alone works. Under CUDA's torch.autocast y is float32 unless
+    and second derivatives work; with any of residual_dtype, row_scale, dropout_p and round_x_hat,
+    torch.compile alone works. Under CUDA's torch.autocast y is float32 unless
     out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
@@ -201,7 +193,6 @@ def layer_norm(
         residual_dtype,
         dropout_p,
         round_x_hat,
-        memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
@@ -226,7 +217,6 @@ def rms_norm(
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
-    memory_efficient: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
     power_of_two: bool = False,
@@ -280,7 +270,6 @@ def rms_norm(
         residual_dtype,
         dropout_p,
         round_x_hat,
-        memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
@@ -338,7 +327,6 @@ def layer_norm_forward(
         residual_dtype,
         dropout_p,
         round_x_hat,
-        False,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
@@ -391,7 +379,6 @@ def rms_norm_forward(
         residual_dtype,
         dropout_p,
         round_x_hat,
-        False,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )

@@ -298,8 +298,7 @@ def backward_problem(
     """The problem of a backward.
 
     tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y
-    is recomputed; y_weight and y_bias where x is y; input and bias of functors. compute: the dtype
-    of the statistics.
+    is recomputed; input and bias of functors. compute: the dtype of the statistics.
     """
     x, dy = tensors["x"], tensors["dy"]
     streamed = {name: rows for name, rows in tensors.items() if name != "row_scale"}
@@ -313,7 +312,7 @@ def backward_problem(
         "backward",
         options.centered,
         x.num_cols,
-        compute if options.x_is_y or "load" in sources else x.dtype,
+        compute if "load" in sources else x.dtype,
         weight=dtype_of(tensors, "weight"),
         zero_centered=bool(options.zero_centered_weight),
         dy=compute if "store" in sources else dy.dtype,
@@ -321,9 +320,6 @@ def backward_problem(
         dweight=dtype_of(tensors, "dweight"),
         dbias=dtype_of(tensors, "dbias"),
         dsum=dtype_of(tensors, "dsum"),
-        y=x.dtype if options.x_is_y else None,
-        y_weight=dtype_of(tensors, "y_weight"),
-        y_bias=dtype_of(tensors, "y_bias"),
         dresidual=dtype_of(tensors, "dresidual"),
         row_scale=dtype_of(tensors, "row_scale"),
         dropout=options.dropout_p > 0,
@@ -378,10 +374,8 @@ def backward_call(
 
 
 def _x_words(tensors: RowsByName, problem: Problem, load: PlacedFunctor | None) -> Words:
-    """struct Load; LoadXHat where x is y; FunctorLoad around them. load: forward's functor."""
+    """struct Load, or FunctorLoad around it. load: forward's functor."""
     words = [*row_words(tensors, "x")]
-    if problem.y:
-        words += [Address("y_weight"), Address("y_bias"), DTYPES[problem.y].half_ulp]
     if problem.load and problem.load.source:
         words = [*_functor_words(load, "load", problem), *words]
     return words

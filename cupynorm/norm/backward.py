@@ -34,8 +34,6 @@ def layer_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    memory_efficient: bool = False,
-    bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -59,8 +57,6 @@ def layer_norm_backward(
 
     row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
-    memory_efficient: x is y as forward returned it, mean is not read, and bias is needed if forward
-        had one.
     With any of these, or "dresidual" among the gradients, a FusedBackward is returned. One kernel
     writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
 
@@ -71,8 +67,6 @@ def layer_norm_backward(
     layer_norm.
     """
     operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, dropout_seed)
-    if memory_efficient:
-        operands = operands._replace(y_weight=weight, y_bias=bias)
     options = BackwardOptions(
         True,
         default_extents(x, weight, None, normalized_shape),
@@ -83,7 +77,6 @@ def layer_norm_backward(
         dbias_dtype,
         dresidual_dtype,
         dropout_p,
-        bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
     return explicit_backward(BackwardRequest(operands, options))
@@ -107,8 +100,6 @@ def rms_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    memory_efficient: bool = False,
-    bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -125,8 +116,6 @@ def rms_norm_backward(
     Returns Backward or FusedBackward, as layer_norm_backward, and raises as it.
     """
     operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
-    if memory_efficient:
-        operands = operands._replace(y_weight=weight, y_bias=bias)
     options = BackwardOptions(
         False,
         default_extents(x, weight, None, normalized_shape),
@@ -137,7 +126,6 @@ def rms_norm_backward(
         dbias_dtype,
         dresidual_dtype,
         dropout_p,
-        bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
     return explicit_backward(BackwardRequest(operands, options))

@@ -60,7 +60,6 @@ class CheckedForward:
             dbias_dtype=dtype_or_none(operands.bias),
             dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
             dropout_p=options.dropout_p,
-            x_is_y=options.memory_efficient,
             # A tile belongs to one kernel; a strategy is meant for both directions.
             launch=options.launch._replace(tile=None),
         )

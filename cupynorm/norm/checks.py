@@ -261,12 +261,6 @@ def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> N
     ):
         if is_given and has_functors:
             raise ValueError(f"{name} was given with load or store; expected only one of them")
-    y_dtype, sum_dtype = options.out_dtype, options.residual_dtype
-    if options.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
-        raise TypeError(
-            f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; "
-            "expected both float64, or neither"
-        )
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:
@@ -285,8 +279,7 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         raise TypeError("dy is None; expected the gradient of y")
     dsum = take_like(given.dsum, x, shape, "dsum", "x")
     weight = take_like(given.weight, x, extents, "weight", "x")
-    reads_mean = options.centered and not options.x_is_y
-    mean = _take_statistic(given.mean, x, leading, "mean") if reads_mean else None
+    mean = _take_statistic(given.mean, x, leading, "mean") if options.centered else None
     rstd = _take_statistic(given.rstd, x, leading, "rstd")
     check_gradients(options.gradients)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
@@ -296,10 +289,7 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         if own_dtype is not None:
             default = dtype_name(own_dtype, f"{name}_dtype")
         dtypes[f"{name}_dtype"] = default if name in options.gradients else None
-    y_weight = y_bias = bias = input = None
-    if options.x_is_y:
-        y_weight = take_like(given.y_weight, x, extents, "weight", "x")
-        y_bias = take_like(given.y_bias, x, extents, "bias", "x")
+    bias = input = None
     functors = _take_functors(given.functors, x, extents)
     if functors is not None:
         input = take_like(given.input, x, shape, "input", "x")
@@ -317,8 +307,6 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         bias,
         row_scale=take_like(given.row_scale, x, leading, "row_scale", "x"),
         dropout_seed=_check_seed(given.dropout_seed, x),
-        y_weight=y_weight,
-        y_bias=y_bias,
         input=input,
         functors=functors,
     )

@@ -26,6 +26,7 @@ REMOVED_KEYWORDS = {
     "bias1": "a second call with that bias",
     "dy1": "a second call with that dy, whose dx is the dsum of the first",
     "dbias1_dtype": "a second call with that dbias_dtype",
+    "memory_efficient": "the module LayerNorm or RMSNorm with memory_efficient=True",
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -142,7 +143,6 @@ def with_checked_options(request: ForwardRequest) -> ForwardRequest:
         and operands.dropout_seed is None
         and options.residual_dtype is None
         and options.round_x_hat is False
-        and options.memory_efficient is False
         and options.quantization is None
     ):
         return request
@@ -154,7 +154,6 @@ def with_checked_options(request: ForwardRequest) -> ForwardRequest:
         dropout_p=dropout_p,
         residual_dtype=residual_dtype,
         round_x_hat=bool(options.round_x_hat),
-        memory_efficient=bool(options.memory_efficient),
     )
     operands = operands._replace(dropout_seed=dropout_seed_of(operands.dropout_seed, dropout_p))
     if isinstance(operands.scale, str):

@@ -113,9 +113,8 @@ def prepare_forward(
 def _check_addresses(operands: ForwardOperands | BackwardOperands) -> None:
     there = {name: array for name, array in operands._asdict().items() if array is not None}
     functors = there.pop("functors", None)
-    names = {"y_weight": "weight", "y_bias": "bias"}
     for name, array in there.items():
-        arrays.check_addresses(**{names.get(name, name): array})
+        arrays.check_addresses(**{name: array})
     if functors is not None:
         arrays.check_addresses(**dict(zip(functors.names(), functors.arrays())))
 
@@ -284,14 +283,12 @@ class PreparedForward(CheckedForward, OnGpu):
 
 # Backward.
 
-_READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "row_scale")
-_READ_BACKWARD += ("y_weight", "y_bias", "input")
+_READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "row_scale", "input")
 
 
 def _backward_key(request: BackwardRequest) -> tuple:
     operands, options = request
-    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, *others = operands
-    input, functors = others
+    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, input, functors = operands
     layout_key = arrays.library(x).layout_key
     key = (
         layout_key(dy),
@@ -304,8 +301,8 @@ def _backward_key(request: BackwardRequest) -> tuple:
         None if row_scale is None else layout_key(row_scale),
         options,
     )
-    if seed is not None or y_weight is not None or y_bias is not None:
-        key += (seed.__class__ is int or layout_key(seed), layout_key(y_weight), layout_key(y_bias))
+    if seed is not None:
+        key += (seed.__class__ is int or layout_key(seed),)
     if functors is not None:
         key += (layout_key(input), key_of(functors, layout_key))
     return key

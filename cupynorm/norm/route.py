@@ -110,7 +110,6 @@ def explicit_backward(request: BackwardRequest) -> Backward | FusedBackward:
     is_fused = (
         operands.row_scale is not None
         or options.dropout_p > 0
-        or options.x_is_y
         or options.dx_dtype is not None
         or options.dresidual_dtype is not None
         or not (

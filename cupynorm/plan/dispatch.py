@@ -373,7 +373,6 @@ def _launches(
 def _bytes_once(problem: Problem, num_rows: int) -> int:
     """What is read or written once: parameters, their gradients, and the statistics of rows."""
     parameters = [problem.weight, problem.bias, problem.dweight, problem.dbias]
-    parameters += [problem.y_weight, problem.y_bias]
     of_parameters = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
     return of_parameters + num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
 

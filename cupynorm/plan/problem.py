@@ -203,9 +203,7 @@ class Problem:
 
     x: the row that is normalised. Forward it may be a sum, formed in this dtype.
     layout: of all tensors together.
-    y: the result. Forward without it computes only the statistics. Backward with it computes x_hat
-    from y instead of x; x is then the dtype of the arithmetic.
-    y_weight, y_bias: the parameters that produced that y.
+    y: the result. Forward without it computes only the statistics.
     dy, dx, dweight, dbias: backward only; None for a gradient that is not wanted.
     residual: forward, whether a residual of x's dtype is added and the sum stored.
     dsum: backward, the gradient that is added to dx.
@@ -243,8 +241,6 @@ class Problem:
     dropout: bool = False
     dresidual: str | None = None
     round_x_hat: str | None = None
-    y_weight: str | None = None
-    y_bias: str | None = None
     scaling: str | None = None
     amax: bool = False
     recomputed: str | None = None
@@ -290,10 +286,9 @@ class Problem:
 
     @cached_property
     def extras(self) -> frozenset[str]:
-        """Words for what is fused with the norm: names of fields, "by_y" for backward from y,
-        "wide" for parameters of a wider dtype than x, and the scaling."""
+        """Words for what is fused with the norm: names of fields, "wide" for
+        parameters of a wider dtype than x, and the scaling."""
         words = {name for name in _FUSED if getattr(self, name)}
-        words |= {"by_y"} if self.y and not self.forward else set()
         words |= {"wide"} if self.has_wide_parameters else set()
         return frozenset(words | ({self.scaling} if self.scaling else set()))
 
@@ -316,7 +311,7 @@ class Problem:
         """Bytes that every implementation must move for a row: each streamed tensor once."""
         streamed = [self.x, self.y]
         if not self.forward:
-            streamed = [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
+            streamed = [self.x, self.dy, self.dx, self.dsum, self.dresidual]
         if self.load and self.load.source:
             streamed[0] = self.load.source
         if self.store and not self.forward:

@@ -150,7 +150,7 @@ def _check_stages(problem: Problem, strategy: str, tile: Tile, device: Device) -
         raise ValueError(
             f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for "
             "the copy engine, and neither residual_dtype nor dropout nor row_scale nor "
-            "memory_efficient nor load nor, backward, store"
+            "load nor, backward, store"
         )
 
 

@@ -122,7 +122,6 @@ def test_all_kernels_and_paths_of_rows_are_covered():
         } == {
             "Load",
             "LoadParameter",
-            "LoadXHat",
             "DxStore",
             "SplitStore",
             "RecomputingStore",

@@ -124,11 +124,6 @@ def _backward_of_sum(dtype: str, held: str, **options: object) -> dict:
     return {"direction": "backward", "x": held, "dsum": held, "dresidual": held} | named | options
 
 
-def _backward_by_y(y: str, held: str, weight: str) -> dict:
-    named = dict.fromkeys(("y_weight", "y_bias", "weight", "dweight", "dbias"), weight)
-    return {"direction": "backward", "x": held} | dict.fromkeys(("y", "dy", "dx"), y) | named
-
-
 FUSED_PROBLEMS = [
     _forward_of_sum("bfloat16", "float32"),
     _forward_of_sum("bfloat16", "float32", **DROPS),
@@ -138,9 +133,6 @@ FUSED_PROBLEMS = [
     _backward_of_sum("float16", "float32", **DROPS),
     _backward_of_sum("bfloat16", "bfloat16", **DROPS),
     _backward_of_sum("float64", "float64", **DROPS),
-    _backward_by_y("bfloat16", "float32", "float32"),
-    _backward_by_y("float16", "float32", "float16"),
-    _backward_by_y("float64", "float64", "float64"),
     {"direction": "forward"} | dict.fromkeys(("x", "y", "round_x_hat", "weight"), "float16"),
     # Statistics alone.
     {"direction": "forward", "x": "bfloat16"},

@@ -60,7 +60,6 @@ SUM = layer_norm(
     dropout_p=0.3,
     dsum=True,
 )
-BY_Y = layer_norm(5, 40, "float32", strategy="warp", memory_efficient=True)
 AGAIN = layer_norm(5, 37, "float32", strategy="warp", recompute=True)
 AGAIN_IN_RING = layer_norm(
     24, 4 * 470, "float32", strategy="block", tile=Tile(4, 96, 5, stages=3), recompute=True

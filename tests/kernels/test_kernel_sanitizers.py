@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from mutated_cases import BY_Y, ODD, SUM
+from mutated_cases import ODD, SUM
 from mutated_machine import ROOT, copy_of_sources, mutate, sees_a_bug
 
 from cupynorm.check.cases import Case
@@ -91,8 +91,7 @@ SMALL_CASES = [
     # Fused options, in packs and single elements.
     SUM,
     replace(SUM, num_cols=264, strategy="cluster"),
-    replace(SUM, num_cols=264, strategy="uncached", memory_efficient=True),
-    BY_Y,
+    replace(SUM, num_cols=264, strategy="uncached"),
 ]
 
 

@@ -236,18 +236,3 @@ def test_a_sum_with_row_scale_and_a_wider_residual_in_other_layouts(x, residual,
 
     tensors = drawn(640, library, {"x": x, "residual": residual}, residual="float32")
     same_as_contiguous(library, call, tensors)
-
-
-@pytest.mark.parametrize("y,dy", [("gap", "reversed"), ("misaligned", "gap")])
-def test_backward_from_y_in_other_layouts(y, dy, library):
-    """memory_efficient: the tensor that backward reads in place of x is y."""
-    weight = library.linspace(0.5, 2, 640, dtype="float16")
-    made = cupynorm.layer_norm_forward(drawn(640, library, {"x": "contiguous"})["x"], weight)
-
-    def call(y, dy):
-        options = {"weight": weight, "memory_efficient": True}
-        return tuple(cupynorm.layer_norm_backward(dy, y, made.mean, made.rstd, **options))[:2]
-
-    tensors = drawn(640, library, {"dy": dy})
-    tensors["y"] = lay_out(library, as_numpy(made.y), y)
-    same_as_contiguous(library, call, tensors)

@@ -13,7 +13,6 @@ from mutated_cases import (
     BUNDLE_1,
     BUNDLE_32,
     BUNDLE_FEW,
-    BY_Y,
     CLUSTER,
     FEW,
     ODD,
@@ -263,12 +262,6 @@ MUTATIONS = {
         "parameters + decltype(weights)::smem_bytes",
         "parameters",
         AGAIN_IN_RING,
-    ),
-    "x_hat with the bias in it": Mutation(
-        "x_hat_load.cuh", "(values[at] - biases[at]) / divisor", "values[at] / divisor", BY_Y
-    ),
-    "x_hat that is normalised again": Mutation(
-        "backward.cuh", "if constexpr (normalized) return x;", "", BY_Y
     ),
     "a staged row that is not waited for": Mutation(
         "staged_row.cuh", "bulk_wait(barrier, turn++);", "turn++;", STAGED

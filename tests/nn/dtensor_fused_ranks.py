@@ -17,7 +17,6 @@ def options_of(ranks, dtype):
         "residual_dtype": {"residual": residual, "residual_dtype": "float64"},
         "row_scale": {"row_scale": row_scale, "residual": residual},
         "round_x_hat": {"round_x_hat": True},
-        "memory_efficient": {"memory_efficient": True},
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ torch = pytest.importorskip("torch")
 
 from fused_cases import (  # noqa: E402
     CASES,
-    DEVICES_HERE,
     assert_right,
     numbers,
     options_of,
@@ -91,17 +89,15 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     if problem.bias is not None:
         bias = put(problem.bias, case.dtype("bias"))
     options = options_of(problem, put)
-    by_y = {"memory_efficient": True, "bias": bias} if options.pop("memory_efficient") else {}
     forward = getattr(cupynorm, f"{case.norm}_forward")(
         put(problem.x, case.x), weight, bias, 1e-5, **options
     )
-    # memory_efficient alone does not change the forward.
-    assert isinstance(forward, cupynorm.Forward if what == "y alone" else cupynorm.FusedForward)
+    assert isinstance(forward, cupynorm.FusedForward)
     seed = getattr(forward, "dropout_seed", None)
     assert seed == (problem.dropout_seed if case.dropout_p else None)
     backward = getattr(cupynorm, f"{case.norm}_backward")(
         put(problem.dy, case.dtype("y")),
-        forward.y if by_y else forward.sum,
+        forward.sum,
         *forward[1 + (case.norm == "rms_norm") : 3],
         weight,
         zero_centered_weight=case.zero_centered_weight,
@@ -113,7 +109,6 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         row_scale=options["row_scale"],
         dropout_p=case.dropout_p,
         dropout_seed=seed,
-        **by_y,
     )
     assert isinstance(backward, cupynorm.FusedBackward)
     results = forward._asdict() | backward._asdict()
@@ -147,7 +142,6 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
     problem = random_problem(CASES[what])
     case = problem.case
     options = options_of(problem, tensor)
-    del options["memory_efficient"]
     forward = cupynorm.layer_norm_forward(
         tensor(problem.x, case.x),
         tensor(problem.weight, case.dtype("weight")),
@@ -218,79 +212,6 @@ def test_x_hat_is_rounded_to_the_input_s_dtype(device):
             assert y.dtype == torch.bfloat16
             assert (y != (given * x_hat.bfloat16()).bfloat16()).double().mean() < 1e-3
         assert (y != cupynorm.rms_norm(x, 40, given, 1e-6)).double().mean() > 0.1
-
-
-def test_a_memory_efficient_call_saves_y_and_not_the_sum(device):
-    """Autograd saves y, which the next layer saves anyway, and neither the input nor the sum."""
-    x, residual = (torch.ones(4, 40, device=device, requires_grad=True) for _ in range(2))
-    weight = torch.ones(40, device=device, requires_grad=True)
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor.data_ptr())
-        return tensor
-
-    for memory_efficient in (False, True):
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y, added = cupynorm.layer_norm(
-                x,
-                40,
-                weight,
-                residual=residual,
-                return_residual=True,
-                residual_dtype="float64",
-                memory_efficient=memory_efficient,
-                out_dtype="float64",
-            )
-        assert (y.data_ptr() in kept) is memory_efficient and (
-            added.data_ptr() in kept
-        ) is not memory_efficient
-        assert x.data_ptr() not in kept
-
-
-@pytest.mark.slow
-def test_dx_of_a_memory_efficient_call_is_that_of_the_explicit_backward(kernels):
-    """To the bit, and not that of a backward from x."""
-    x = random(1000, 24, dtype=torch.float16).requires_grad_()
-    weight, bias = (random(24, dtype=torch.float16, seed=seed) for seed in (1, 2))
-    y = cupynorm.layer_norm(x, 24, weight, bias, memory_efficient=True, strategy="warp")
-    dy = random(1000, 24, dtype=torch.float16, seed=5)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    saved = cupynorm.layer_norm_forward(x.detach(), weight, bias, strategy="warp")
-    assert torch.equal(saved.y, y)
-    options = {"strategy": "warp", "dx_dtype": torch.float16}
-    of_y, of_x = (
-        cupynorm.layer_norm_backward(dy, kept, saved.mean, saved.rstd, weight, **options, **by_y).dx
-        for kept, by_y in ((saved.y, {"bias": bias, "memory_efficient": True}), (x.detach(), {}))
-    )
-    assert torch.equal(dx, of_y) and not torch.equal(dx, of_x)
-    sources = {each.kernel.source for each in kernels}
-    assert {"forward_warp.cu", "backward_warp.cu"} <= sources
-
-
-@pytest.mark.parametrize("device", DEVICES_HERE)
-def test_gradients_of_real_activations_with_a_tiny_weight_are_within_bounds(device):
-    """Gradients of a sentence encoder's LayerNorms, one of whose weights is -1.5e-9."""
-    from cupynorm.check import activations
-
-    smallest = 1.0
-    for layer in activations.shipped():
-        for dtype in ("float32", "bfloat16"):
-            problem = layer.problem("layer_norm", dtype)
-            case = replace(problem.case, memory_efficient=True)
-            problem = replace(problem, case=case)
-            smallest = min(smallest, np.abs(problem.weight).min())
-            leaves = [
-                tensor(getattr(problem, name), case.dtype(name), device).requires_grad_()
-                for name in ("x", "weight", "bias")
-            ]
-            y = cupynorm.layer_norm(
-                leaves[0], case.num_cols, *leaves[1:], case.eps, memory_efficient=True
-            )
-            made = torch.autograd.grad(y, leaves, tensor(problem.dy, case.dtype("y"), device))
-            assert_right(problem, {"y": y, **dict(zip(("dx", "dweight", "dbias"), made))})
-    assert smallest < 2e-9
 
 
 def test_strided_operands_give_the_results_of_contiguous_ones(kernels):

@@ -17,7 +17,6 @@ FORWARDS = {
     "residual": {"residual": (ROWS, COLS)},
     "row_scale": {"row_scale": (ROWS,), "residual": (ROWS, COLS)},
     "wide sum": {"residual": (ROWS, COLS), "residual_dtype": torch.float64},
-    "memory_efficient": {"memory_efficient": True},
 }
 
 

@@ -163,13 +163,11 @@ def test_checking_returns_a_plain_request_itself():
 
 
 def test_checking_brings_options_to_their_types():
-    given = PLAIN._replace(
-        dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1, memory_efficient=0
-    )
+    given = PLAIN._replace(dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1)
     _, options = with_checked_options(forward_request(options=given))
     assert options.dropout_p == 0.5 and type(options.dropout_p) is float
     assert options.residual_dtype == "float32"
-    assert options.round_x_hat is True and options.memory_efficient is False
+    assert options.round_x_hat is True
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])

@@ -46,9 +46,8 @@ def test_problems_that_can_use_a_ring():
         forward(row_scale="float32"),
         backward(dropout=True),
         backward(row_scale="float32"),
-        backward(x="float32", y="bfloat16"),
     ],
-    ids=["float64", "input", "dropout", "row_scale", "dropout of dx", "row_scale of dx", "by y"],
+    ids=["float64", "input", "dropout", "row_scale", "dropout of dx", "row_scale of dx"],
 )
 def test_problems_that_cannot_use_a_ring(problem):
     assert not can_ring(problem, H200)
@@ -84,11 +83,10 @@ def test_problems_that_can_use_bundles():
         backward(127, dsum="float32"),
         backward(127, dresidual="bfloat16"),
         backward(127, recomputed="bfloat16"),
-        backward(127, "float32", y="float32"),
     ],
     ids=(
         "float64,wide y,no y,8 bits,dropout,row_scale,input,gaps,"
-        "wide dy,no dx,wide dsum,dresidual,recomputed,by y"
+        "wide dy,no dx,wide dsum,dresidual,recomputed"
     ).split(","),
 )
 def test_problems_that_cannot_use_bundles(problem):

@@ -124,7 +124,7 @@ def test_every_line_of_registers_has_words_of_a_kernel():
     fused = {"residual", "dsum", "input", "row_scale", "dropout", "dresidual", "recomputed"}
     fused |= {"load", "store"}
     of_tile = {"single", "small", "exact", "lanes", "one lane", "over 24", "over 32", "over 40"}
-    others = {"wide", "weight64", "by_y", "sm_80", "sm_100", "sm_120"}
+    others = {"wide", "weight64", "sm_80", "sm_100", "sm_120"}
     known = {*DTYPES, *SCALINGS, *fused, *of_tile, *others}
     for row in register_rows():
         direction, _, path = row["kind"].partition(" ")

@@ -207,17 +207,13 @@ class _PublicCall:
             **self._launch_options(),
             "tile": None,
         }
-        if case.has_own_sum or case.memory_efficient:
+        if case.has_own_sum:
             options |= {"dx_dtype": case.x, "dresidual_dtype": case.added}
-        x = made.sum
-        if case.memory_efficient:
-            x = made.y
-            options |= {"memory_efficient": True, "bias": operands["bias"]}
         statistics = (made.mean, made.rstd) if self.is_layer_norm else (made.rstd,)
         backward = (
             backwards.layer_norm_backward if self.is_layer_norm else backwards.rms_norm_backward
         )
-        found = backward(operands["dy"], x, *statistics, operands["weight"], **options)
+        found = backward(operands["dy"], made.sum, *statistics, operands["weight"], **options)
         return {name: getattr(found, name) for name in names}
 
     def _recorded(self) -> dict[str, Any]:
@@ -231,7 +227,6 @@ class _PublicCall:
         }
         options = self._forward_options() | leaves | {"return_residual": True}
         x, weight, bias = options.pop("x"), options.pop("weight", None), options.pop("bias", None)
-        options["memory_efficient"] = case.memory_efficient
         norm = api.layer_norm
         if not self.is_layer_norm:
             norm, options["bias"] = api.rms_norm, bias
