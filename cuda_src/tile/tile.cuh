@@ -14,7 +14,6 @@ constexpr int power_of_two_from(int count) {
 enum class Path {
   registers,  // threads load it and keep it in registers
   smem,       // threads load it and keep it in shared memory
-  staged,     // forward: as registers, by way of shared memory (staged_row.cuh)
   ring,       // the copy engine brings rows to a ring in shared memory (ring.cuh)
   bundle,     // the copy engine brings several rows as one piece to shared memory (bundle.cuh)
   uncached,   // threads load it again for each use

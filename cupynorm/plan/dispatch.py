@@ -99,7 +99,7 @@ def _forced_tile(problem: Problem, device: Device, strategy: str, tile: Tile | N
             f"{device.name} has {device.num_sms}"
         )
     if tile is not None:
-        tile = tile.of_strategy(strategy, problem.forward)
+        tile = tile.of_strategy(strategy)
         check_tile(problem, strategy, tile, device)
         return tile
     tile = row.tile(problem, device)
@@ -282,7 +282,7 @@ def make_plan(
     leaves no multiprocessor.
     """
     if tile is not None and strategy in STRATEGIES:
-        check_path(strategy, tile.of_strategy(strategy, problem.forward))
+        check_path(strategy, tile.of_strategy(strategy))
     choice = choose(problem, device, strategy, tile, statistics)
     if choice.by_dispatch:
         choice = _for_rows(choice, problem, device, num_rows, statistics)

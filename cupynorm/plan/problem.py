@@ -15,11 +15,11 @@ from .functors import Fused
 # How a row travels between its uses (Path in cuda_src/tile/tile.cuh), by strategy.
 PATHS_OF_STRATEGY = {
     "warp": ("registers", "bundle"),
-    "block": ("registers", "smem", "staged", "ring"),
+    "block": ("registers", "smem", "ring"),
     "cluster": ("registers", "smem", "ring"),
     "uncached": ("uncached",),
 }
-PATHS = ("registers", "smem", "staged", "ring", "bundle", "uncached")
+PATHS = ("registers", "smem", "ring", "bundle", "uncached")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Tile:
     bundle: consecutive rows that make up one stage of a warp; 0 if a stage is one row.
     early: forward, 1 if weight and bias are loaded with the row, before its statistics; else 0.
     path: how a row travels, one of PATHS. None in a caller's tile means that of_strategy derives it
-    from the counts, the strategy and the direction. Comparisons therefore ignore it.
+    from the counts and the strategy. Comparisons therefore ignore it.
     """
 
     pack_size: int
@@ -85,14 +85,13 @@ class Tile:
     def path_in_words(self) -> str:
         words = {
             "smem": "shared memory",
-            "staged": "registers, the next row staged in shared memory",
             "ring": f"ring of {self.stages} row{'s' * (self.stages > 1)}",
             "bundle": f"{self.stages} bundles of {self.bundle} rows for each warp",
             "uncached": "uncached, the row is read again",
         }
         return words.get(self.path, "registers")
 
-    def of_strategy(self, strategy: str, forward: bool) -> Tile:
+    def of_strategy(self, strategy: str) -> Tile:
         """This tile; if its path is None, with the path that its counts imply for the strategy."""
         if self.path is not None:
             return self
@@ -101,7 +100,7 @@ class Tile:
         elif self.bundle:
             path = "bundle"
         elif self.stages:
-            path = "staged" if forward and self.stages == 1 else "ring"
+            path = "ring"
         else:
             path = "registers" if self.packs_per_thread > 0 else "smem"
         return replace(self, path=path)

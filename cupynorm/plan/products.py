@@ -56,7 +56,7 @@ class NormLinearProblem(NamedTuple):
 def rows_words(
     addresses: tuple[int, ...], problem: NormLinearProblem, eps: float
 ) -> tuple[int | float, ...]:
-    """The struct NormLinearRows of cuda_src/product/normalized_packs.cuh.
+    """The first members of struct NormLinearFew of cuda_src/norm_linear_few.cu.
 
     addresses: of x, residual, sum, bias, norm_weight, norm_bias, y, mean and rstd; 0 for those
     absent.

@@ -36,13 +36,6 @@ RING = layer_norm(24, 4 * 470, "float32", strategy="block", tile=Tile(4, 96, 5, 
 CLUSTER_RING = layer_norm(
     12, 4 * 210, "float32", strategy="cluster", tile=Tile(4, 64, 1, cluster_size=4, stages=3)
 )
-STAGED = layer_norm(
-    41,
-    2 * 256,
-    "bfloat16",
-    strategy="block",
-    tile=Tile(8, 32, 2, exact=1, blocks_per_sm=2, stages=1),
-)
 GROUP_RING = layer_norm(
     23, 4 * 110, "float32", strategy="block", tile=Tile(4, 64, 2, rows_per_block=3, stages=2)
 )

@@ -18,7 +18,6 @@ from mutated_cases import (
     ODD,
     SHARED,
     SHARED_CLUSTER,
-    STAGED,
     SUM,
     UNCACHED,
     WARP,
@@ -262,27 +261,6 @@ MUTATIONS = {
         "parameters + decltype(weights)::smem_bytes",
         "parameters",
         AGAIN_IN_RING,
-    ),
-    "a staged row that is not waited for": Mutation(
-        "staged_row.cuh", "bulk_wait(barrier, turn++);", "turn++;", STAGED
-    ),
-    "a staged row that is waited for with one parity": Mutation(
-        "staged_row.cuh", "bulk_wait(barrier, turn++);", "bulk_wait(barrier, 0);", STAGED
-    ),
-    "a staged row that another block has": Mutation(
-        "forward_block.cu",
-        "staged.fetch(call.load, row + turns.step,",
-        "staged.fetch(call.load, row + 1,",
-        STAGED,
-    ),
-    "a last row that first blocks leave out": Mutation(
-        "turns.cuh", "min(shared_out, num_rows)", "min(shared_out - 1, num_rows)", STAGED
-    ),
-    "later blocks that begin a row late": Mutation(
-        "turns.cuh", "(is_first ? 0 : shared_out)", "(is_first ? 0 : shared_out + 1)", STAGED
-    ),
-    "later blocks that leave rows out": Mutation(
-        "turns.cuh", "num_blocks - num_first)", "num_blocks)", STAGED
     ),
     "a cluster that leaves its last columns out": Mutation(
         "slice.cuh",

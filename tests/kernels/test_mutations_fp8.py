@@ -22,6 +22,7 @@ from cupynorm.plan.devices import DEVICES
 torch = pytest.importorskip("torch")
 import float8_bytes as bytes_of  # noqa: E402  (imports torch)
 import test_fp8 as of_recipes  # noqa: E402
+import test_quantized as of_rows  # noqa: E402
 import test_quantized_matrices as of_quantized  # noqa: E402
 import test_reduce_matrix as of_matrices  # noqa: E402
 
@@ -54,6 +55,9 @@ CHECKS = {
     "powers of two": partial(rows, "row", power_of_two=True),
     "ring": partial(rows, "row", IN_A_RING),
     "ahead": partial(rows, "row", FETCHING_AHEAD),
+    "shared out": partial(
+        of_rows.test_bytes_of_rows_left_to_later_blocks, *of_rows.SHARED_OUT["ahead"], "cpu"
+    ),
     "matrix": partial(
         of_quantized.test_bytes_of_a_matrix_and_its_transposed_copy,
         (130, 257),
@@ -133,6 +137,12 @@ the same row fetched again | forward_block.cu | ahead
   min(row + turns.step, call.num_rows - 1)  =>  0
 a next row that another block has | forward_block.cu | ahead
   row + turns.step, call.num_rows  =>  row + 1, call.num_rows
+a last row that first blocks leave out | turns.cuh | shared out
+  min(shared_out, num_rows)  =>  min(shared_out - 1, num_rows)
+later blocks that begin a row late | turns.cuh | shared out
+  (is_first ? 0 : shared_out)  =>  (is_first ? 0 : shared_out + 1)
+later blocks that leave rows out | turns.cuh | shared out
+  num_blocks - num_first)  =>  num_blocks)
 numbers below 2^-126 that are flushed | quantize_sources.cuh | small numbers
   times_large(values[at], factor)  =>  values[at] * factor * 0.0f
 a matrix whose amax nobody finds | quantize_sources.cuh | matrix
