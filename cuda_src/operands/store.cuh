@@ -9,8 +9,8 @@
 // A user's own struct may take their place. Offsets are 64-bit. Others: quantize_store.cuh;
 // of backward: backward_stores.cuh.
 #pragma once
-#include "kept_packs.cuh"
 #include "memory.cuh"
+#include "parameter.cuh"
 
 // y = x_hat * weight + bias. Y: void if mean and rstd alone are wanted. Rounded: the element type
 // that x_hat is rounded to before the weight multiplies it, as some models define it; void: it is

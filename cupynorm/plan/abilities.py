@@ -9,7 +9,7 @@ from .devices import Device
 from .problem import Problem, Tile
 
 # The bytes of y that a thread keeps unpacked, at most, until the scale of an 8-bit row is known:
-# the limit in cuda_src/rows/register_budget.cuh.
+# the limit in cuda_src/rows/register_row.cuh.
 MOST_BYTES_MADE = 320
 
 

@@ -195,10 +195,10 @@ MUTATIONS = {
         "bundle.cuh", "(part_rows), left)", "(part_rows), left - 1)", BUNDLE_32
     ),
     "bundle whose parts are all the first": Mutation(
-        "bundle_stream.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE
+        "bundle.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE
     ),
     "bundle whose ends are not written": Mutation(
-        "result_image.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE
+        "bundle.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE
     ),
     "bundle whose results take the place of what is still to read": Mutation(
         "forward_bundle.cuh",
@@ -263,7 +263,7 @@ MUTATIONS = {
         AGAIN_IN_RING,
     ),
     "a cluster that leaves its last columns out": Mutation(
-        "slice.cuh",
+        "register_cols.cuh",
         "whole.first_col + last * step, whole.last_col)",
         "whole.first_col + last * step, whole.last_col - 2)",
         CLUSTER,

@@ -175,7 +175,7 @@ LAYOUTS = {
 
 SIZES = """
 #include "backward.cuh"
-#include "broadcast.cuh"
+#include "ring_statistics.cuh"
 #include "bundle.cuh"
 #include "cluster_reduce.cuh"
 #include "exchange.cuh"
