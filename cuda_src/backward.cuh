@@ -9,10 +9,9 @@
 #include "load.cuh"
 #include "mean_rstd.cuh"
 #include "next_kernel.cuh"
-#include "x_hat_load.cuh"
 
-// The gradient of one row. normalized: the kernel loads x_hat, not x.
-template <class Compute, bool normalized = false>
+// The gradient of one row.
+template <class Compute>
 struct RowGradient {
   Compute mean;
   Compute rstd;
@@ -21,7 +20,6 @@ struct RowGradient {
 
   template <bool centered>
   __device__ __forceinline__ Compute x_hat(Compute x) const {
-    if constexpr (normalized) return x;
     if constexpr (centered) return (x - mean) * rstd;
     return x * rstd;
   }
@@ -69,7 +67,7 @@ struct Backward {
   LoadDy load_dy;
   LoadWeight load_weight;
   StoreDx store;
-  const Compute* mean;  // [num_rows]; null in RMSNorm, and if load_x loads x_hat
+  const Compute* mean;  // [num_rows]; null in RMSNorm
   const Compute* rstd;  // [num_rows]
   // One partial row of sums for each block or cluster: [grid_size / cluster_size, num_cols]; null:
   // not wanted.
@@ -80,10 +78,8 @@ struct Backward {
 
   // The gradient of a row, before its sums are known.
   template <bool centered>
-  __device__ __forceinline__ RowGradient<Compute, LoadX::normalized> gradient_of(
-      long long row) const {
-    const bool has_mean = centered && !LoadX::normalized;
-    return {has_mean ? mean[row] : Compute(0), rstd[row], 0, 0};
+  __device__ __forceinline__ RowGradient<Compute> gradient_of(long long row) const {
+    return {centered ? mean[row] : Compute(0), rstd[row], 0, 0};
   }
 
   // Writes a pack of dx, of a kernel that has not loaded what is added to it.
@@ -105,3 +101,26 @@ struct Backward {
     store.recompute(row, col, x_hats, weights, biases, present);
   }
 };
+
+// Adds a pack to its columns' sums of dweight and dbias. Returns its sums of wdy * x_hat and of
+// wdy. A pack that is not present adds zeros.
+template <Gradients gradients, bool centered, int pack_size, class Compute>
+__device__ __forceinline__ Sum<Compute, 2> sum_pack(
+    Compute (&dweight)[pack_size], Compute (&dbias)[pack_size], const Compute (&xs)[pack_size],
+    const Compute (&dys)[pack_size], const Compute (&weights)[pack_size],
+    const RowGradient<Compute>& gradient, bool present) {
+  Sum<Compute, 2> sums{};
+#pragma unroll
+  for (int at = 0; at < pack_size; ++at) {
+    const Compute dy = present ? dys[at] : Compute(0);
+    const Compute x_hat = present ? gradient.template x_hat<centered>(xs[at]) : Compute(0);
+    if constexpr (gradients.dweight) dweight[at] += dy * x_hat;
+    if constexpr (gradients.dbias) dbias[at] += dy;
+    if constexpr (gradients.dx) {
+      const Compute wdy = rounded_product(dy, weights[at]);
+      sums.part[0] += wdy * x_hat;
+      if constexpr (centered) sums.part[1] += wdy;
+    }
+  }
+  return sums;
+}

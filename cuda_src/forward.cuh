@@ -12,7 +12,6 @@
 #include "statistics.cuh"
 #include "store.cuh"
 #include "sum_load.cuh"
-#include "two_stores.cuh"
 
 template <class Load, class Store>
 struct Forward {
@@ -25,7 +24,7 @@ struct Forward {
   long long num_rows;
   long long num_cols;
   double eps;
-  long long num_first;  // these two: see turns.cuh
+  long long num_first;  // these two: see tile.cuh
   long long rows_of_first;
 
   // Returns what the thread carries from row to row: Nothing, unless y has 8 bits. The first block

@@ -1,7 +1,7 @@
 // forward_block -- y = (x - mean) * rstd * weight + bias; a block owns a row
 // owns:  by path: registers: packs_per_thread packs of the row in each thread, perhaps of the next
-//        row too; smem: the row in shared memory; staged: the row in registers, the next one in
-//        shared memory (staged_row.cuh); ring: `stages` rows in shared memory (forward_ring.cuh)
+//        row too; smem: the row in shared memory; ring: `stages` rows in shared memory
+//        (forward_ring.cuh)
 // moves: x once in, y once out: num_cols * (itemsize of x + itemsize of y) bytes a row
 // takes: num_cols <= pack_size * threads_per_row * packs_per_thread; smem: a row that fits beside
 //        BlockReduce::smem_bytes; wider rows: forward_cluster.cu
@@ -9,7 +9,6 @@
 #include "forward.cuh"
 #include "forward_ring.cuh"
 #include "smem_row.cuh"
-#include "staged_row.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
@@ -26,24 +25,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     const auto statistics_of_row = [&] {
       return row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
     };
-    if constexpr (tile.path == Path::staged) {
-      const Turns<tile> turns(call.num_rows, call.num_first, call.rows_of_first);
-      long long row = turns.first_row;
-      StagedRow<Load, tile> staged(dynamic_smem() + Reduce::smem_bytes);
-      if (threadIdx.x == 0) staged.fetch(call.load, row, cols.size());
-      __syncthreads();
-      for (unsigned left = turns.count; left > 0; --left) {
-        staged.take(values, cols);
-        const auto mean_rstd = statistics_of_row();
-        // All threads have taken the row: the statistics needed it. Fetching the next one before
-        // the squares are summed would be slower.
-        if (threadIdx.x == 0 && left > 1) {
-          staged.fetch(call.load, row + turns.step, cols.size());
-        }
-        call.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried);
-        row += turns.step;
-      }
-    } else if constexpr (fetches_ahead<Load, Store, decltype(values), tile>) {
+    if constexpr (fetches_ahead<Load, Store, decltype(values), tile>) {
       const Turns<tile> turns(call.num_rows, call.num_first, call.rows_of_first);
       long long row = turns.first_row;
       values.fetch(call.load, row, cols);

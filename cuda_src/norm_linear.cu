@@ -10,7 +10,6 @@
 #include "next_kernel.cuh"
 #include "product_loads.cuh"
 #include "product_rows.cuh"
-#include "product_store.cuh"
 #include "row_statistics.cuh"
 
 template <class T>

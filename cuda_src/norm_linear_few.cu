@@ -8,7 +8,18 @@
 #include "normalized_rows.cuh"
 
 template <class T, class NormWeight, class NormBias, bool zero_centered>
-struct NormLinearFew : NormLinearRows<T, NormWeight, NormBias, zero_centered> {
+struct NormLinearFew {
+  AddedRows<T> rows;  // [num_rows, in_features]
+  const T* bias;      // null: absent
+  LoadParameter<NormWeight, zero_centered> norm_weight;
+  LoadParameter<NormBias, false, 0> norm_bias;
+  T* y;         // [num_rows, out_features], contiguous
+  float* mean;  // null: not wanted; so too rstd
+  float* rstd;
+  long long num_rows;
+  long long in_features;
+  long long out_features;
+  double eps;
   const T* weight;  // [out_features, in_features], contiguous
   long long outputs_of_block;
 };

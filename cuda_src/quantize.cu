@@ -6,11 +6,9 @@
 // takes: any matrix. x may stand for a norm's y, computed from its saved statistics; or x has 8
 //        bits and is only transposed
 // needs: num_cols and row strides multiples of pack_size, addresses aligned to a pack
-#include "bytes_source.cuh"
-#include "column_sums.cuh"
 #include "fp8_square.cuh"
-#include "normalized_source.cuh"
 #include "quantize_sources.cuh"
+#include "reduce.cuh"
 #include "tile.cuh"
 
 template <class Source>

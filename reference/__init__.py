@@ -9,7 +9,7 @@ Examples:
 
 from . import fp8, parallel
 from .dropout import dropout_mask, scaled
-from .layer_norm import Gradients, Normalized, layer_norm, layer_norm_backward, x_hat_of
+from .layer_norm import Gradients, Normalized, layer_norm, layer_norm_backward
 from .layer_norm_linear import (
     Folded,
     Projected,
@@ -37,5 +37,4 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "scaled",
-    "x_hat_of",
 ]

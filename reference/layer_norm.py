@@ -106,22 +106,6 @@ def layer_norm(
     return Normalized(y, mean + rest, rstd, added)
 
 
-def x_hat_of(
-    y: np.ndarray,
-    weight: np.ndarray | None,
-    bias: np.ndarray | None,
-    smallest: float,
-    zero_centered_weight: bool = False,
-) -> np.ndarray:
-    """x_hat [num_rows, num_cols] from y: (y - bias) / w.
-
-    smallest: the lower limit of |w|. A smaller w is replaced by it, with the sign of w.
-    """
-    w = np.asarray(scale(weight, zero_centered_weight))
-    divisor = np.where(np.abs(w) >= smallest, w, np.where(w < 0, -smallest, smallest))
-    return (y - (0.0 if bias is None else bias)) / divisor
-
-
 def layer_norm_backward(
     dy: np.ndarray,
     x: np.ndarray,

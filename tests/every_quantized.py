@@ -66,12 +66,11 @@ def quantized_cases() -> list[tuple[Case, How]]:
 def long_quantized() -> list[tuple[Case, How]]:
     """As quantized_cases, for few_multiprocessors: each block works on several rows."""
     every, margin = [], {"sm_margin": NUM_FEW // 2}
-    # Rings, of rows that begin anywhere, too, and of clusters; and staged rows.
+    # Rings, of rows that begin anywhere, too, and of clusters.
     for num_cols, tile in (
         (4096, Tile(8, 256, 2, exact=1, stages=2)),
         (1023, Tile(1, 64, 16, stages=2)),
         (9000, Tile(8, 256, 3, cluster_size=2, stages=2)),
-        (4000, Tile(8, 256, 2, stages=1)),  # staged
     ):
         strategy = "block" if tile.cluster_size == 1 else "cluster"
         ring = Case(

@@ -51,9 +51,9 @@ SIMPLEST = {"forward_uncached.cu": 45, "forward_warp.cu": 45}
 
 
 def test_kernel_files_are_short():
-    """At most 120 lines, the simplest less; the files for the CPU have at most 200."""
+    """At most 120 lines, the simplest less; headers have at most 200."""
     limits = dict.fromkeys((path.name for path in SOURCES), 200)
-    limits |= dict.fromkeys((path.name for path in DEVICE_SOURCES), 120)
+    limits |= dict.fromkeys((path.name for path in KERNELS), 120)
     limits |= SIMPLEST
     lines = {path.name: len(path.read_text().splitlines()) for path in SOURCES}
     assert not {name: count for name, count in lines.items() if count > limits[name]}
@@ -104,7 +104,7 @@ def test_sources_include_no_group_above_their_own():
     groups = list(groups_of_sources().values())
     place = {name: at for at, group in enumerate(groups) for name in group}
     arrows = {(path.name, other) for path in DEVICE_SOURCES for other in includes(path)}
-    assert len(groups) > 10 and len(arrows) > 200
+    assert len(groups) > 10 and len(arrows) > 150
     upward = sorted((file, other) for file, other in arrows if place[other] < place[file])
     assert not upward, "these includes point up in docs/sources.md"
 

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from repository_files import REPOSITORY
 
 import cupynorm
+from cupynorm.norm.options import REMOVED_KEYWORDS
 
 PUBLIC = [name for name in dir(cupynorm) if not name.startswith("_")]
 
@@ -61,6 +63,15 @@ def test_removed_names_say_what_to_do_instead(name):
     assert name not in dir(cupynorm)
     with pytest.raises(AttributeError, match=rf"^cupynorm\.{name} was removed: \w.*\w$"):
         getattr(cupynorm, name)
+
+
+@pytest.mark.parametrize("keyword", REMOVED_KEYWORDS)
+@pytest.mark.parametrize("direction", ["", "_forward", "_backward"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_removed_keywords_say_what_to_write_instead(norm, direction, keyword):
+    name = norm + direction
+    with pytest.raises(TypeError, match=rf"^{name} has no {keyword} any more; expected \w.*\w$"):
+        getattr(cupynorm, name)(np.ones((2, 8)), 8, **{keyword: None})
 
 
 def test_modules_load_on_first_use():

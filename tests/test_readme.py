@@ -188,7 +188,7 @@ def path_of(tile, strategy: str, direction: str) -> str:
     if tile.bundle:
         return "bundle"
     if tile.stages:
-        return "staged" if tile.stages == 1 and direction == "forward" else "ring"
+        return "ring"
     return "registers" if tile.packs_per_thread else "smem"
 
 

@@ -4,7 +4,6 @@
 #pragma once
 #include "bundle.cuh"
 #include "register_gradient.cuh"
-#include "result_image.cuh"
 
 // added: the tensor that is added to dx, if there is one.
 template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,

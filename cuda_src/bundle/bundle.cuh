@@ -4,10 +4,93 @@
 // have others. But consecutive rows without gaps are one piece of memory, a bundle: only its ends
 // share 16 bytes with other rows. A warp copies a bundle to shared memory. This image begins at the
 // same offset within 16 bytes as the bundle. The warp reads rows from the image, writes its results
-// over them, and whole units of 16 bytes go back to memory (result_image.cuh). Rows of 16-bit
-// elements that fill no tile of registers well gain too, because whole lines move.
+// over them, and whole units of 16 bytes go back to memory. Rows of 16-bit elements that fill no
+// tile of registers well gain too, because whole lines move.
 #pragma once
-#include "bundle_stream.cuh"
+#include "ring_shape.cuh"
+
+// How the lanes of a warp share a bundle. A group of lanes shares a row. Groups of 8 lanes or more
+// have a part of the bundle each. The image of a part has banks of its own in shared memory: rows
+// that begin anywhere would cause bank conflicts. Smaller groups share one part: their rows, of odd
+// widths, fall on different banks.
+template <Tile tile>
+struct BundleParts {
+  static constexpr int groups = 32 / tile.threads_per_row;
+  static constexpr int count = tile.threads_per_row >= 8 ? groups : 1;
+  static constexpr int lanes = 32 / count;               // of a part
+  static constexpr int most_rows = tile.bundle / count;  // of a part
+  static constexpr int rows_at_once = groups / count;    // of a part: a row for each of its groups
+
+  // The part of this lane.
+  __device__ __forceinline__ static int own() { return static_cast<int>(threadIdx.x) % 32 / lanes; }
+  // The first of the rows of a part that this lane's group works on.
+  __device__ __forceinline__ static int first_row() {
+    return count > 1 ? 0 : static_cast<int>(threadIdx.x) % 32 / tile.threads_per_row;
+  }
+};
+
+// A tensor [num_rows, num_cols] without gaps, and its images in a slot.
+template <Tile tile, class T>
+struct BundleStream {
+  using Parts = BundleParts<tile>;
+  using Part = RingPart<Tile{.pack_size = 1, .threads_per_row = 32}, T>;  // of single elements
+
+  const T* start;  // null: absent
+  int num_cols;
+
+  // Has 16 bytes more at the start, for results whose offset is smaller than that of the rows.
+  __device__ __forceinline__ int image_bytes() const {
+    const int bytes =
+        (Parts::most_rows * num_cols * static_cast<int>(sizeof(T)) + 15) / 16 * 16 + 32;
+    return Parts::count > 1 ? bytes + ((128 / Parts::count - bytes) & 127) : bytes;
+  }
+  __device__ __forceinline__ int slot_bytes() const { return Parts::count * image_bytes(); }
+  // Where the rows from first_row on are in the image of a part. images: those of this stream in a
+  // slot.
+  __device__ __forceinline__ const T* in(const unsigned char* images, int part,
+                                         long long first_row) const {
+    return reinterpret_cast<const T*>(
+        images + part * image_bytes() + 16 +
+        reinterpret_cast<unsigned long long>(start + first_row * num_cols) % 16);
+  }
+  __device__ __forceinline__ unsigned fetched_bytes(long long first_row, int num_rows) const {
+    if (start == nullptr) return 0;
+    return Part::fetched_bytes(start + first_row * num_cols, num_rows * num_cols);
+  }
+  __device__ __forceinline__ void fetch(unsigned char* images, int part, long long first_row,
+                                        int num_rows, unsigned long long* barrier) const {
+    if (start == nullptr) return;
+    bulk_copy(images + part * image_bytes() + 16, Part::fetched_from(start + first_row * num_cols),
+              fetched_bytes(first_row, num_rows), barrier);
+  }
+};
+
+// Where results for `to` go in the image of `from`: at the same offset within 16 bytes as `to`, and
+// not behind `from`. So a result never overwrites a row that is still to be read.
+template <class T>
+__device__ __forceinline__ T* result_image(const T* from, const T* to) {
+  const unsigned long long from_offset = reinterpret_cast<unsigned long long>(from) % 16;
+  const unsigned long long to_offset = reinterpret_cast<unsigned long long>(to) % 16;
+  return const_cast<T*>(from) - (from_offset + 16 - to_offset) % 16 / sizeof(T);
+}
+
+// Called by the lanes of a part: writes `size` elements of an image to global memory.
+template <int lanes, class T>
+__device__ __forceinline__ void write_image(T* to, const T* image, int size) {
+  constexpr int unit = 16 / sizeof(T);
+  static_assert(lanes >= unit - 1, "the elements of an incomplete unit take one turn");
+  const int lane = threadIdx.x % lanes;
+  const int before = static_cast<int>(reinterpret_cast<unsigned long long>(to) % 16 / sizeof(T));
+  const int head = min(size, (unit - before) % unit);
+  const int num_units = (size - head) / unit, tail = head + num_units * unit;
+  // Lanes that write at the same time write whole lines of 128 bytes.
+  const int in_line = static_cast<int>(reinterpret_cast<unsigned long long>(to + head) / 16 % 8);
+  for (int at = lane - in_line; at < num_units; at += lanes) {
+    if (at >= 0) store_pack<unit>(to + head + at * unit, load_pack<unit>(image + head + at * unit));
+  }
+  if (lane < head) to[lane] = image[lane];
+  if (lane < size - tail) to[tail + lane] = image[tail + lane];
+}
 
 // A warp's ring of `stages` slots, filled by the copy engine.
 template <Tile tile, class... T>

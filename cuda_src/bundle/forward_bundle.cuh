@@ -6,7 +6,6 @@
 #include "bundle.cuh"
 #include "forward.cuh"
 #include "register_row.cuh"
-#include "result_image.cuh"
 
 // streams: the tensors that make up a row, one or two.
 template <bool centered, Statistics statistics, Tile tile, class Load, class Store,

@@ -26,9 +26,6 @@ using size_t = decltype(sizeof(0));
 #include "arithmetic.h"
 #include "cuda_on_cpu_runtime.h"
 #include "matrix_calls.h"
-#include "memory_calls.h"
-#include "rounding.h"
-#include "vectors.h"
 #include "warp_calls.h"
 
 namespace on_cpu {

@@ -50,3 +50,37 @@ inline int __all_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) == mask;
 }
 inline unsigned __activemask() { return on_cpu::active_mask(); }
+
+// One fiber runs at a time, so an atomic is a plain update, before which another thread may run.
+template <typename Value>
+inline Value atomicAdd(Value* address, decltype(Value() + Value()) value) {
+  on_cpu::yield();
+  const Value old = *address;
+  *address = old + value;
+  return old;
+}
+template <typename Value>
+inline Value atomicMax(Value* address, decltype(Value() + Value()) value) {
+  on_cpu::yield();
+  const Value old = *address;
+  *address = old < value ? value : old;
+  return old;
+}
+
+#define CUPYNORM_LOAD(name)                 \
+  template <typename Value>                 \
+  inline Value name(const Value* address) { \
+    return *address;                        \
+  }
+#define CUPYNORM_STORE(name)                      \
+  template <typename Value>                       \
+  inline void name(Value* address, Value value) { \
+    *address = value;                             \
+  }
+CUPYNORM_LOAD(__ldg)
+CUPYNORM_LOAD(__ldcs)
+CUPYNORM_LOAD(__ldcg)
+CUPYNORM_STORE(__stcs)
+CUPYNORM_STORE(__stcg)
+#undef CUPYNORM_LOAD
+#undef CUPYNORM_STORE

@@ -74,7 +74,6 @@ struct FunctorLoad : Functor {
   using Compute = typename ComputeOf<X>::type;
   using Held = Compute;
   static constexpr bool has_effect = false;
-  static constexpr bool normalized = false;
 
   const X* x;
   long long x_stride;

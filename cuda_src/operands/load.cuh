@@ -5,11 +5,9 @@
 //                    loads of all packs start before the first store, and finish(row, col, begun,
 //                    present)
 // reload(row, col)   the same in a later pass, without a side effect; needed only with one
-// normalized         of backward: whether the loaded row is x_hat, not x
 // If the copy engine can fetch a row, num_streams tensors of Held make it up: row_start(row,
 // stream), stride(stream), combine(packs). keep(row, col, values, present) is the effect of load.
-// A user's own struct may take their place. Others: residual_load.cuh, sum_load.cuh,
-// x_hat_load.cuh.
+// A user's own struct may take their place. Others: residual_load.cuh, sum_load.cuh.
 #pragma once
 #include "convert.cuh"
 
@@ -20,7 +18,6 @@ struct Load {
   using Compute = typename ComputeOf<X>::type;
   static constexpr int num_streams = 1;
   static constexpr bool has_effect = false;
-  static constexpr bool normalized = false;
 
   const X* x;
   long long x_stride;

@@ -6,11 +6,11 @@
 // quantizes   whether it writes 8-bit floats (quantize_store.cuh)
 // prefetch_parameters   one block brings what keep loads to the L2 cache
 // written     the address of y, for kernels that bundle rows
-// A user's own struct may take their place. Offsets are 64-bit. Others: two_stores.cuh,
-// quantize_store.cuh; of backward: backward_stores.cuh.
+// A user's own struct may take their place. Offsets are 64-bit. Others: quantize_store.cuh;
+// of backward: backward_stores.cuh.
 #pragma once
-#include "kept_packs.cuh"
 #include "memory.cuh"
+#include "parameter.cuh"
 
 // y = x_hat * weight + bias. Y: void if mean and rstd alone are wanted. Rounded: the element type
 // that x_hat is rounded to before the weight multiplies it, as some models define it; void: it is

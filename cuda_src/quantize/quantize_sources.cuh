@@ -8,9 +8,9 @@
 //   convert(fetched, kept, factor, largest) -> Pack<Float8>; raises `largest`
 //   finish(largest)                    called by all threads at the end
 //   most_in_flight                     packs that a thread fetches before it converts the first
-// Other sources: normalized_source.cuh, bytes_source.cuh.
 #pragma once
 #include "load.cuh"
+#include "mean_rstd.cuh"
 #include "quantize_store.cuh"
 
 // value * factor, rounded once, also for a value below 2^-126, which the compiler would flush. Only
@@ -90,4 +90,85 @@ struct ScaledSource {
     if (blockIdx.x == 0 && threadIdx.x == 0 && scale_inv != nullptr)
       *scale_inv = inverse_of_any(scale_of_all());
   }
+};
+
+// 8-bit floats, unchanged.
+template <class Y>
+struct BytesSource {
+  using Float8 = Y;
+  using Held = Y;
+  using Factor = Nothing;
+  static constexpr int most_in_flight = 8;
+  template <int pack_size>
+  using Kept = Nothing;
+  template <int pack_size>
+  using Fetched = FetchedPack<Y, pack_size>;
+
+  const Y* data;
+  long long stride;
+
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long) const {
+    return {};
+  }
+  __device__ __forceinline__ Factor factor() const { return {}; }
+  template <int pack_size>
+  __device__ __forceinline__ Fetched<pack_size> fetch(long long row, long long col) const {
+    return {load_pack<pack_size>(data + row * stride + col)};
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Y, pack_size> convert(const Fetched<pack_size>& fetched,
+                                                        const Kept<pack_size>&, Factor,
+                                                        Largest&) const {
+    return fetched.pack;
+  }
+  __device__ __forceinline__ void finish(const Largest&) const {}
+};
+
+// The y of a norm whose statistics are known, times one scale.
+template <class X, class Weight, class Bias, bool centered, bool zero_centered, class Rounded,
+          class Y>
+struct NormalizedSource {
+  using Float8 = Y;
+  using Held = X;
+  using Compute = typename ComputeOf<X>::type;
+  using Affine = Store<Y, Weight, Bias, zero_centered, Rounded>;
+  using Factor = Compute;
+  static constexpr int most_in_flight = 4;
+  template <int pack_size>
+  using Kept = typename Affine::template Kept<pack_size>;
+  template <int pack_size>
+  struct Fetched {
+    Pack<X, pack_size> pack;
+    Compute mean, rstd;
+  };
+
+  ScaledSource<X, Y, Scaling::given> source;
+  const Weight* weight;
+  const Bias* bias;
+  const Compute* mean;  // null in RMSNorm
+  const Compute* rstd;
+
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {{weight, col}, {bias, col}};
+  }
+  __device__ __forceinline__ Factor factor() const { return source.factor(); }
+  template <int pack_size>
+  __device__ __forceinline__ Fetched<pack_size> fetch(long long row, long long col) const {
+    return {source.template fetch<pack_size>(row, col).pack, centered ? mean[row] : Compute(0),
+            rstd[row]};
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Y, pack_size> convert(const Fetched<pack_size>& fetched,
+                                                        const Kept<pack_size>& kept, Factor factor,
+                                                        Largest& largest) const {
+    const RowStatistics<Compute> statistics{fetched.mean, fetched.rstd, fetched.mean, 0};
+    Compute values[pack_size], normalized[pack_size], y_values[pack_size];
+    unpack(fetched.pack, values);
+    statistics.template normalize<centered>(values, normalized);
+    Affine::affine(normalized, kept, y_values);
+    return source.template scaled<pack_size>(y_values, factor, largest);
+  }
+  __device__ __forceinline__ void finish(const Largest& largest) const { source.finish(largest); }
 };

@@ -3,7 +3,7 @@
 // A ring takes time to start. Here each thread loads the packs that a ring would bring it, from all
 // blocks of its cluster, and everything is added in the ring's order: dx has the same bits.
 #pragma once
-#include "backward_ring_row.cuh"
+#include "backward.cuh"
 #include "exchange.cuh"
 
 template <bool centered, Tile tile, class LoadX, class LoadDy, class LoadWeight, class StoreDx>

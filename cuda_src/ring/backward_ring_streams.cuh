@@ -2,7 +2,7 @@
 #pragma once
 #include "backward.cuh"
 #include "ring.cuh"
-#include "turns.cuh"
+#include "tile.cuh"
 
 // added: to dx, if anything is (adds).
 template <Tile tile, class LoadX, class LoadDy, class StoreDx, bool adds>

@@ -27,7 +27,7 @@ struct GradientRows {
   RegisterRow<LoadX, tile> x;
   RegisterRow<LoadDy, tile> dy;
   RegisterRow<Load<typename StoreDx::Added>, tile> added;  // what is added to dx, if anything is
-  RowGradient<Compute, LoadX::normalized> gradient;        // of the row that was fetched last
+  RowGradient<Compute> gradient;                           // of the row that was fetched last
 
   __device__ __forceinline__ GradientRows(const Call& call, Slice cols) : call(call), cols(cols) {
     if constexpr (needs_weights)

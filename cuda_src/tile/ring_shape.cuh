@@ -9,7 +9,7 @@
 #pragma once
 #include "bulk.cuh"
 #include "cluster.cuh"
-#include "slice.cuh"
+#include "register_cols.cuh"
 
 template <Tile tile>
 struct RingShape {

@@ -1,4 +1,4 @@
-// tile.cuh -- Tile, the compile-time integers of one kernel, and the paths of a row
+// tile.cuh -- Tile, the compile-time integers of a kernel, paths of a row, rows of a block
 //
 // A Tile is a template argument with designated initialisers, so a kernel's name explains itself:
 //   forward_warp<..., Tile{.pack_size = 8, .threads_per_row = 32, .packs_per_thread = 4}>
@@ -14,7 +14,6 @@ constexpr int power_of_two_from(int count) {
 enum class Path {
   registers,  // threads load it and keep it in registers
   smem,       // threads load it and keep it in shared memory
-  staged,     // forward: as registers, by way of shared memory (staged_row.cuh)
   ring,       // the copy engine brings rows to a ring in shared memory (ring.cuh)
   bundle,     // the copy engine brings several rows as one piece to shared memory (bundle.cuh)
   uncached,   // threads load it again for each use
@@ -46,4 +45,28 @@ struct Gradients {
   bool dx;
   bool dweight;
   bool dbias;
+};
+
+// Neighbouring blocks take neighbouring rows. The first num_first blocks, which the hardware starts
+// first, take rows_of_first rows each. The other blocks start whenever one has finished and share
+// the remaining rows. So a multiprocessor that gets less memory bandwidth works on fewer rows.
+template <Tile tile>
+struct Turns {
+  long long first_row, step;
+  unsigned count;
+
+  __device__ __forceinline__ explicit Turns(long long num_rows, long long num_first = 0,
+                                            long long rows_of_first = 0) {
+    const long long block = blockIdx.x / tile.cluster_size;
+    const long long num_blocks = gridDim.x / tile.cluster_size;
+    const bool is_first = block < num_first;
+    const long long shared_out = num_first * rows_of_first;
+    const int group =
+        tile.rows_per_block > 1 ? static_cast<int>(threadIdx.x) / tile.threads_per_row : 0;
+    first_row = (is_first ? block : block - num_first) * tile.rows_per_block + group +
+                (is_first ? 0 : shared_out);
+    step = (is_first ? num_first : num_blocks - num_first) * tile.rows_per_block;
+    const long long end = is_first ? min(shared_out, num_rows) : num_rows;
+    count = first_row < end ? static_cast<unsigned>((end - first_row + step - 1) / step) : 0;
+  }
 };

@@ -45,11 +45,6 @@ All is per element.
                 All other tensors are then judged by the sum that the kernel returned.
     dresidual   as dx. dsum adds u * |dresidual|. dx is then dresidual scaled, with 4u * |dx| more.
     recomputed  y written again by backward: as y, with e of backward
-    y1          as y, with its own dweight1 and dbias1. Its share of dx is allowed as a dx
-                of its own, and the addition 2u * |dx|.
-    memory_efficient  backward computes x_hat from y. With t half a unit in the last place of 1 in
-                the dtype of y: e of backward is what is allowed of y over max(|w|, t), plus
-                |x_hat| * (max(0, 1 - |w| / t) + 2u); dweight has sum |dy * e|.
 
 c and q. Two passes subtract d, the mean before it is corrected. d is off by delta, at most
 u * (2 + log2(n)) * |mean|: a sum in pairs and a division (Higham 1993). A thread first adds a few
@@ -137,11 +132,8 @@ def expect(
     with np.errstate(all="ignore"):
         rows = _Rows(problem, x, rounded_mean, e_backward)
         expected = rows.outputs()
-        second = _second_output(problem, rows)
-        if second:
-            expected["y1"] = second["y"]
         if not forward_only:
-            expected |= _gradients(problem, rows, second)
+            expected |= _gradients(problem, rows)
         if case.has_own_sum:
             kept = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
             factor = 1 + rows.factor + kept
@@ -154,10 +146,10 @@ def expect(
     return expected
 
 
-def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
-    """All of backward. second: the second output."""
+def _gradients(problem: Problem, rows: _Rows) -> Expected:
+    """All of backward."""
     case = problem.case
-    dsum, dsum_allowed = rows.gradient_of_sum(second)
+    dsum, dsum_allowed = rows.gradient_of_sum()
     dx, dx_allowed = dsum, dsum_allowed
     if case.is_scaled:
         dx = problem.scaled(dsum)
@@ -167,8 +159,6 @@ def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
     if case.recompute:
         expected["recomputed"] = rows.recomputed()
     expected |= rows.gradients_of_parameters()
-    names = ("dweight", "dbias")
-    expected |= {f"{name}1": second[name] for name in names if name in second}
     if case.has_own_sum and problem.residual is not None:
         expected["dresidual"] = _rounded(dsum, dsum_allowed, case.added)
     return expected
@@ -244,11 +234,9 @@ class _Rows:
             self.e = self.e + half_ulp(self.x_hat, case.x)
         weight = scale(self.problem.weight, case.zero_centered_weight)
         self.w = np.broadcast_to(weight, (case.num_cols,))
-        # Errors of x_hat that come from the rounding of y do not add up like a random walk.
-        self.errors_add_up = case.memory_efficient or e_backward is not None
+        # Errors of x_hat that come from a rounding do not add up like a random walk.
+        self.errors_add_up = e_backward is not None
         self.e_backward = self.e_usual if e_backward is None else e_backward
-        if case.memory_efficient:
-            self.e_backward = self._e_from_y()
 
     def _distance_of_mean(self) -> np.ndarray:
         """c: how far the mean before correction may be from the mean, times rstd."""
@@ -263,19 +251,8 @@ class _Rows:
         factor = 1 / np.sqrt(np.maximum(0.0, 1 - 4 * self.g * distance**2))
         return np.maximum(0.0, np.minimum(factor, most) - 1)
 
-    def _e_from_y(self) -> np.ndarray:
-        """The error of an x_hat that backward computes from y."""
-        u, y = self.u, self.problem.case.dtype("y")
-        bias = self.problem.bias if self.problem.bias is not None else 0.0
-        weight = np.abs(self.w)
-        least = DTYPES[y].half_ulp
-        of_y = weight * self.e + 2 * u * (np.abs(self.x_hat * self.w) + np.abs(bias))
-        of_y = of_y + half_ulp(self.y, y)
-        of_weight = np.maximum(0.0, 1 - weight / least) + 2 * u
-        return of_y / np.maximum(weight, least) + self.size * of_weight
-
-    def gradient_of_sum(self, second: Expected) -> tuple[np.ndarray, np.ndarray]:
-        """The gradient of the normalised rows before it is rounded. second: of a second output."""
+    def gradient_of_sum(self) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient of the normalised rows before it is rounded."""
         u, g, e, x_hat = self.u, self.g, self.e_backward, self.size
         wdy = self.problem.dy * self.w
         wdy_x_hat, size = wdy * self.x_hat, np.abs(wdy)
@@ -295,9 +272,6 @@ class _Rows:
         if self.problem.dsum is not None:
             dx = dx + self.problem.dsum
             allowed = allowed + u * np.abs(dx)
-        if second:
-            dx = dx + second["dx"][0]
-            allowed = allowed + second["dx"][1] + 2 * u * np.abs(dx)
         return dx, allowed
 
     def _underflow_of_gradient(self) -> np.ndarray:
@@ -399,37 +373,6 @@ def _centered(x: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         differences = x - x.mean(axis=1, keepdims=True)
         return differences - differences.mean(axis=1, keepdims=True)
-
-
-def _second_output(problem: Problem, rows: _Rows) -> Expected:
-    """y, dx, dweight and dbias of a second output of the same rows; empty if there is none.
-
-    Its dx is rounded to the dtype of the arithmetic before it is added to that of the first output.
-    """
-    case = problem.case
-    if not case.has_second:
-        return {}
-    alone = Case(
-        case.norm,
-        case.num_rows,
-        case.num_cols,
-        compute_dtype(case.sum).name,
-        case.dtype("y"),
-        case.weight1,
-        case.bias1,
-        zero_centered_weight=case.zero_centered_weight,
-        eps=case.eps,
-    )
-    second = expect(
-        Problem(alone, rows.x, problem.dy1, problem.weight1, problem.bias1),
-        rounded_mean=rows.rounded_mean,
-        e_backward=rows.e_backward,
-    )
-    if case.round_x_hat:
-        weight = np.abs(scale(problem.weight1, case.zero_centered_weight))
-        y, allowed = second["y"]
-        second["y"] = y, allowed + weight * half_ulp(rows.x_hat, case.x)
-    return second
 
 
 def _allowed_of_sum(case: Case, exact_sum: np.ndarray, scaled_x: np.ndarray) -> np.ndarray:

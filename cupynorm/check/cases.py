@@ -25,10 +25,8 @@ class Case:
     residual: False, True for one in the dtype of the sum, or its dtype.
     residual_dtype: of the sum, None for that of x. row_scale: its dtype, None if absent.
     dy: its dtype, None for that of y. dsum: whether backward adds a gradient of the sum.
-    weight1, bias1: dtypes of the parameters of a second output, None if absent.
     recompute: whether backward writes y again.
-    round_x_hat, memory_efficient, dropout_p, zero_centered_weight, eps, sm_margin: as in
-    layer_norm.
+    round_x_hat, dropout_p, zero_centered_weight, eps, sm_margin: as in layer_norm.
     """
 
     norm: str
@@ -49,10 +47,7 @@ class Case:
     row_scale: str | None = None
     dropout_p: float = 0.0
     dsum: bool = False
-    weight1: str | None = None
-    bias1: str | None = None
     round_x_hat: bool = False
-    memory_efficient: bool = False
     recompute: bool = False
     dy: str | None = None
 
@@ -81,11 +76,6 @@ class Case:
         return self.is_scaled or {self.sum, self.added or self.x} != {self.x}
 
     @property
-    def has_second(self) -> bool:
-        """Whether there is a second output."""
-        return self.weight1 is not None or self.bias1 is not None
-
-    @property
     def is_scaled(self) -> bool:
         """Whether x is multiplied by a row scale or a dropout mask."""
         return self.row_scale is not None or self.dropout_p > 0
@@ -98,8 +88,6 @@ class Case:
         extras.append(f"sum {self.sum}" if self.residual_dtype else "")
         extras.append("dsum" if self.dsum else "")
         extras.append(f"dy {self.dy}" if self.dy else "")
-        second = [(name, getattr(self, name)) for name in ("weight1", "bias1")]
-        extras += [f"{name} {dtype}" for name, dtype in second if dtype]
         extras.append(f"row_scale {self.row_scale}" if self.row_scale else "")
         extras.append(f"dropout {self.dropout_p}" if self.dropout_p else "")
         extras.append("recomputed" if self.recompute else "")
@@ -111,8 +99,8 @@ class Case:
 class Problem:
     """A case and its float64 values, each exactly representable in its dtype.
 
-    x, residual, dy, dsum, dy1: [num_rows, num_cols]; weight, bias, weight1, bias1: [num_cols];
-    row_scale: [num_rows]. None for what the case does not have.
+    x, residual, dy, dsum: [num_rows, num_cols]; weight, bias: [num_cols]; row_scale: [num_rows].
+    None for what the case does not have.
     """
 
     case: Case
@@ -124,9 +112,6 @@ class Problem:
     row_scale: np.ndarray | None = None
     dsum: np.ndarray | None = None
     dropout_seed: int = -0x123456789ABCDEF
-    weight1: np.ndarray | None = None
-    bias1: np.ndarray | None = None
-    dy1: np.ndarray | None = None
 
     def scaled(self, values: np.ndarray) -> np.ndarray:
         """Rows times the row scale and the dropout mask: x on its way to the sum, dsum to dx."""
@@ -169,9 +154,6 @@ def random_problem(case: Case, seed: int = 0, *, generator: Any = None) -> Probl
     problem.residual = draw(shape, case.added)
     problem.row_scale = draw(shape[:1], case.row_scale, 1.0)
     problem.dsum = draw(shape, case.sum if case.dsum else None)
-    problem.weight1 = draw(shape[1:], case.weight1, weight_center, 0.5)
-    problem.bias1 = draw(shape[1:], case.bias1)
-    problem.dy1 = draw(shape, case.dtype("y") if case.has_second else None)
     return problem
 
 

@@ -168,8 +168,6 @@ def _uses_welford(case: Case, device: Device) -> bool:
             "row_scale": case.row_scale,
             "dropout": case.dropout_p > 0,
         }
-    own_sum |= {"y1": case.dtype("y") if case.has_second else None}
-    own_sum |= {"weight1": case.weight1, "bias1": case.bias1}
     problem = PlanProblem(
         "forward",
         case.norm == "layer_norm",

@@ -181,14 +181,11 @@ def dtype_of(case: Case, tensor: str) -> str:
     dtypes = {
         "y": case.dtype("y"),
         "recomputed": case.dtype("y"),
-        "y1": case.dtype("y"),
         "dx": case.x,
         "sum": case.sum,
         "dresidual": case.added,
         "dweight": case.dtype("weight"),
         "dbias": case.dtype("bias"),
-        "dweight1": case.weight1,
-        "dbias1": case.bias1,
     }
     return dtypes.get(tensor) or compute_dtype(case.sum).name
 

@@ -159,7 +159,7 @@ def run_kernels(
     forward_only: bool = False,
 ) -> dict[str, np.ndarray]:
     """What the kernels compute, as float64: y, mean, rstd, dx, dweight, dbias, and what the case
-    has of sum, y1, dresidual, dweight1, dbias1 and recomputed.
+    has of sum, dresidual and recomputed.
 
     forward_only: runs no backward, for which a forced strategy may be too narrow.
     layouts: of inputs by name, from placement.LAYOUTS without "transposed". Every tensor then lies
@@ -201,13 +201,11 @@ def run_forward(
     """
     case, shape = problem.case, problem.x.shape
     y_dtype, compute = y_dtype or case.dtype("y"), compute_dtype(case.sum).name
-    for name in ("weight", "bias", "x", "row_scale", "weight1", "bias1"):
+    for name in ("weight", "bias", "x", "row_scale"):
         tensors.put(name, getattr(problem, name), case.dtype(name))
     tensors.put("residual", problem.residual, case.added)
     if problem.residual is not None or case.has_own_sum:
         tensors.make("sum", shape, case.sum)
-    if case.has_second:
-        tensors.make("y1", shape, y_dtype)
     if quantization is None:
         tensors.make("y", shape, y_dtype)
     else:
@@ -226,8 +224,8 @@ def run_forward(
         quantization=quantization,
         launch=launch_options,
     )
-    read = ("x", "weight", "bias", "residual", "row_scale", "weight1", "bias1")
-    planned = tensors.some(*read, "sum", "y", "y1", *["amax"] * amax)
+    read = ("x", "weight", "bias", "residual", "row_scale")
+    planned = tensors.some(*read, "sum", "y", *["amax"] * amax)
     call = forward_call(tensors.where.device, planned, options, "forward")
     if case.dropout_p:  # forward reads the seed from memory, backward is given its value
         tensors.put_seed(problem.dropout_seed)
@@ -242,28 +240,12 @@ def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -
         case.norm == "layer_norm",
         shape[1:],
         case.zero_centered_weight,
-        x_is_y=case.memory_efficient,
         launch=launch_options,
     )
     statistics = tensors.some("mean", "rstd")
-    row = "y" if case.memory_efficient else "sum" if "sum" in tensors.rows else "x"
-    operands = tensors.some(x=row)
-    if case.memory_efficient:
-        operands |= tensors.some(y_weight="weight", y_bias="bias")
+    operands = tensors.some(x="sum" if "sum" in tensors.rows else "x")
     tensors.put("dsum", problem.dsum, case.sum)
     operands |= tensors.some("dsum")
-    if case.has_second:
-        tensors.put("dy1", problem.dy1, case.dtype("y"))
-        # The gradients of y1 come first. Their dx is the dsum of what follows.
-        tensors.make("dx1", shape, compute, is_result=False)
-        for name in ("weight1", "bias1"):
-            if name in tensors.rows:
-                tensors.make(f"d{name}", shape[1:], case.dtype(name))
-        names = ("dy", "weight", "dx", "dweight", "dbias")
-        second = operands | tensors.some(**{name: f"{name}1" for name in names})
-        call = backward_call(tensors.where.device, second, options, compute)
-        tensors.launch(call, second | statistics)
-        operands |= tensors.some(dsum="dx1")
     tensors.put("dy", problem.dy, case.dtype("dy"))
     tensors.make("dx", shape, case.x)
     for name in ("weight", "bias"):

@@ -41,7 +41,6 @@ PATHS = {
     "registers": ("threads keep the row", "register_row.cuh", "register_gradient.cuh"),
     "bundle": ("several rows move as one piece", "forward_bundle.cuh", "backward_bundle.cuh"),
     "smem": ("registers do not hold the row", "smem_row.cuh", "backward_smem.cuh"),
-    "staged": ("the next row arrives while one is written", "staged_row.cuh", ""),
     "ring": ("the next rows arrive while one is written", "forward_ring.cuh", "backward_ring.cuh"),
     "uncached": ("nothing keeps the row", "uncached_row.cuh", "backward_uncached.cu"),
 }

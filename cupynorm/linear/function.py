@@ -118,7 +118,7 @@ def normalize_and_add(call: LinearCall) -> tuple[Tensor, Tensor]:
     if not options.has_norm:
         return operands.input.to(options.dtype), operands.input
     request = forward_request(options, operands, name_of(options.dtype))
-    y, _, added = autograd.normalize(request)
+    y, added = autograd.normalize(request)
     return y, added
 
 

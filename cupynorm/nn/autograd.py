@@ -24,7 +24,6 @@ from ..norm.request import (
     BackwardRequest,
     ForwardOperands,
     ForwardRequest,
-    SecondGradient,
 )
 from ..norm.results import Backward, FusedBackward
 from . import by_torch, wrapped
@@ -50,8 +49,8 @@ _NO_OPTIONS = (None,) * (len(BackwardOperands._fields) - 6)
 
 def normalize(
     request: ForwardRequest,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(y, y1, input + residual), differentiable in input, weight, bias, residual, weight1, bias1.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, input + residual), differentiable in input, weight, bias and residual.
 
     Under torch.autocast of "cuda" a 16-bit input has a float32 y, as torch's own norms, unless
     out_dtype or out is given.
@@ -67,8 +66,8 @@ def normalize(
     if (not compiling and present_tracer()) or (compiling and operands.functors is not None):
         # It would trace what reads memory; no operation of torch is a user's functor.
         return torch.compiler.disable(normalize)(request)
-    input, weight, bias, residual, _, row_scale, _, weight1, bias1, *_ = operands
-    tensors = (input, weight, bias, residual, weight1, bias1)
+    input, weight, bias, residual, _, row_scale, *_ = operands
+    tensors = (input, weight, bias, residual)
     if wrapped.is_any_dtensor(*tensors, row_scale):
         return wrapped.normalize_dtensors(request, normalize)
     if by_torch.takes(*tensors, row_scale):
@@ -106,19 +105,16 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
         return results[0], results[3]
     if prepared.is_plain:
         return _recorded(prepared, operands, results)
-    y, _, added = _recorded_with_options(prepared, operands, results)
-    return y, added
+    return _recorded_with_options(prepared, operands, results)
 
 
 def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
     """What normalize returns."""
     results = prepared.run(operands)
     if not recorded:
-        y, _, _, added, y1, _ = results
-        return y, y1, added
+        return results[0], results[3]
     if prepared.is_plain:
-        y, added = _recorded(prepared, operands, results)
-        return y, None, added
+        return _recorded(prepared, operands, results)
     return _recorded_with_options(prepared, operands, results)
 
 
@@ -135,23 +131,23 @@ def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
 
 
 def _recorded_with_options(prepared: Any, operands: tuple, results: tuple) -> tuple:
-    """y, y1 and the sum, as _recorded, of a call with any option."""
+    """y and the sum, as _recorded, of a call with any option."""
     outputs = _apply_with_options(
         (prepared, operands, results), *prepared.read_differentiable(operands)
     )
-    y, y1, added = prepared.split_outputs(outputs)
+    y, added = prepared.split_outputs(outputs)
     if prepared.options.quantization is not None:
         results[0].attach(partial(_PassingGradients.apply, y))
         y = results[0]
-    return y, y1, operands[0] if added is None else added
+    return y, operands[0] if added is None else added
 
 
 def _kind(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
-    input, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, own = operands
-    _, _, eps, _, _, _, dropout_p, _, _, quantization, *_ = options
-    has_no_more = out is row_scale is seed is weight1 is bias1 is scale is amax is own is None
+    input, weight, bias, residual, out, row_scale, seed, scale, amax, own = operands
+    _, _, eps, _, _, _, dropout_p, _, quantization, *_ = options
+    has_no_more = out is row_scale is seed is scale is amax is own is None
     if not has_no_more or quantization is not None:
         return None
     return (
@@ -180,7 +176,7 @@ def is_recorded_by_jit() -> bool:
 def forward_of_meta(request: ForwardRequest) -> tuple:
     """y, mean, rstd and the sum of meta tensors: shapes and dtypes without memory."""
     request = check_forward(request)
-    y, _, added = by_torch.normalize(request)
+    y, added = by_torch.normalize(request)
     leading = added.shape[: added.ndim - len(request.options.extents)]
     rstd = added.new_empty(leading, dtype=arithmetic(added))
     return y, rstd.clone() if request.options.centered else None, rstd, added
@@ -263,7 +259,7 @@ class _NormWithOptions(torch.autograd.Function):
         prepared, operands, results = call
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
-        y, mean, rstd, added, _, seed = results
+        y, mean, rstd, added, seed = results
         operands = ForwardOperands._make(operands)
         options = prepared.options
         kept = (y, None) if options.memory_efficient else (added, mean)
@@ -271,7 +267,7 @@ class _NormWithOptions(torch.autograd.Function):
         is_tensor = isinstance(seed, torch.Tensor)
         ctx.seed = None if is_tensor else seed
         of_seed = seed if is_tensor else None
-        parameters = (operands.weight, operands.weight1, operands.row_scale, of_seed, of_bias)
+        parameters = (operands.weight, operands.row_scale, of_seed, of_bias)
         ctx.save_for_backward(*kept, rstd, *parameters)
         if options.quantization is not None:
             # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
@@ -287,7 +283,7 @@ _apply_with_options = super(torch.autograd.Function, _NormWithOptions).apply
 
 
 def _with_wanted(ctx):
-    wants_input, wants_weight, wants_bias, wants_residual, *_ = _wanted(ctx)
+    wants_input, wants_weight, wants_bias, wants_residual = _wanted(ctx)
     wanted = (wants_input or wants_residual, wants_weight, wants_bias)
     gradients = names_of(Backward._fields, wanted)
     return ctx.prepared.backward._replace(gradients=gradients)
@@ -299,68 +295,90 @@ def _wanted(ctx) -> tuple[bool, ...]:
     return tuple(wants.get(name, False) for name in DIFFERENTIABLE)
 
 
-def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
+def _gradients_with_options(ctx, dy, dsum) -> tuple:
     """None for the call, and of each tensor that was recorded."""
-    first_present = next((each for each in (dy, dy1, dsum) if each is not None), None)
+    first_present = dsum if dy is None else dy
     if first_present is None:
         return (None,) * len(ctx.needs_input_grad)
     forward = ctx.prepared
     # Compiled autograd traces what runs now.
     runs_untraced = forward.options.memory_efficient and bool(is_compiling() or present_tracer())
     if by_torch.is_differentiated(first_present) and not runs_untraced:
-        return forward.pick_gradients((*_differentiable_with_options(ctx, dy, dy1, dsum), None))
+        return forward.pick_gradients((*_differentiable_with_options(ctx, dy, dsum), None))
+    if forward.options.memory_efficient:
+        run = run_untraced(_gradients_from_y) if runs_untraced else _gradients_from_y
+        return forward.pick_gradients((*run(ctx, dy, dsum), None))
     saved = ctx.saved_tensors
-    if saved[6] is None:
-        saved = (*saved[:6], ctx.seed, saved[7])
-    backward_request = _fused_gradients(
-        forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
-    )
-    run = run_untraced(route.backward_of_two) if runs_untraced else route.backward_of_two
-    return forward.pick_gradients((*run(*backward_request), None))
+    if saved[5] is None:
+        saved = (*saved[:5], ctx.seed, saved[6])
+    backward_request = _fused_gradients(forward.backward, saved, (dy, dsum), _wanted(ctx))
+    return forward.pick_gradients((*route.backward(backward_request)[:4], None))
 
 
-def _fused_gradients(options, saved, upstream, dbias1_dtype, wants) -> tuple:
+def _fused_gradients(options, saved, upstream, wants) -> BackwardRequest:
     """The request of a backward with options."""
-    x, mean, rstd, weight, weight1, row_scale, seed, bias = saved
-    dy, dy1, dsum = upstream
-    if dy is None and dy1 is None:
+    x, mean, rstd, weight, row_scale, seed, _ = saved
+    dy, dsum = upstream
+    if dy is None:
         dy = torch.zeros_like(x)
-    absent = {"dweight", "dbias"} if dy is None else set()
-    absent |= {"dweight1", "dbias1"} if dy1 is None else set()
     names = names_of(FusedBackward._fields, wants)
-    names = tuple(name for name in names if name not in absent)
     operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, seed)
-    if options.x_is_y:
-        operands = operands._replace(y_weight=weight, y_bias=bias)
-    request = BackwardRequest(operands, options._replace(gradients=names))
-    return request, SecondGradient(dy1, weight1, dbias1_dtype)
+    return BackwardRequest(operands, options._replace(gradients=names))
 
 
-def _differentiable_with_options(ctx, dy, dy1, dsum) -> tuple:
-    """The six gradients by torch."""
+def _gradients_from_y(ctx, dy, dsum) -> tuple:
+    """The four gradients of a norm that kept y, from x_hat = (y - bias) / weight.
+
+    x_hat is a row whose mean is 0 and whose rstd is 1. Its dx times rstd is that of the sum.
+    """
+    y, _, rstd, weight, row_scale, seed, bias = ctx.saved_tensors
+    options, backward, wide = ctx.prepared.options, ctx.prepared.backward, rstd.dtype
+    x_hat = y.to(wide) if bias is None else y.to(wide) - bias.to(wide)
+    if weight is not None:
+        divisor = weight.to(wide) + bool(options.zero_centered_weight)
+        least = torch.finfo(y.dtype).eps / 2  # of a smaller weight y holds no digit of x_hat
+        divisor = divisor.where(
+            divisor >= least, divisor.clamp(max=-least).where(divisor < 0, least)
+        )
+        x_hat = x_hat / divisor
+    mean = torch.zeros_like(rstd) if options.centered else None
+    dy = torch.zeros_like(y) if dy is None else dy
+    operands = BackwardOperands(dy, x_hat, mean, torch.ones_like(rstd), weight)
+    changes = {"dx_dtype": str(wide).removeprefix("torch."), "dresidual_dtype": None}
+    request = BackwardRequest(operands, _with_wanted(ctx)._replace(dropout_p=0.0, **changes))
+    total, dweight, dbias, *_ = route.backward(request)
+    if total is None:
+        return None, dweight, dbias, None
+    total = total * rstd[(..., *(None,) * len(options.extents))]
+    total = total if dsum is None else total + dsum
+    seed = ctx.seed if seed is None else seed
+    operands = ForwardOperands(total, row_scale=row_scale, dropout_seed=seed)
+    dx = by_torch.scale_rows(total, operands, options).to(getattr(torch, backward.dx_dtype))
+    dresidual = backward.dresidual_dtype and total.to(getattr(torch, backward.dresidual_dtype))
+    return dx, dweight, dbias, dresidual
+
+
+def _differentiable_with_options(ctx, dy, dsum) -> tuple:
+    """The four gradients by torch."""
     options = ctx.prepared.options
     if options.memory_efficient:
         said = _has_no_second_derivative("memory_efficient", "memory_efficient=False")
         raise NotImplementedError(said)
-    x, _, _, weight, weight1, row_scale, seed, _ = ctx.saved_tensors
+    x, _, _, weight, row_scale, seed, _ = ctx.saved_tensors
     dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
-    upstream = dy, dy1
-
-    def compute():
-        return (
-            by_torch.normalized(x, each, None, options, dtype, differentiably=True)
-            for each in (weight, weight1)
-        )
-
-    total, dweight, dweight1 = by_torch.pull_back(compute, upstream, (x, weight, weight1))
+    total, dweight = by_torch.pull_back(
+        lambda: [by_torch.normalized(x, weight, None, options, dtype, differentiably=True)],
+        [dy],
+        (x, weight),
+    )
     if dsum is not None:
         total = dsum if total is None else total + dsum
     operands = ForwardOperands(
         x, row_scale=row_scale, dropout_seed=ctx.seed if seed is None else seed
     )
     dx = None if total is None else by_torch.scale_rows(total, operands, options)
-    sums = [None if each is None else _sum_rows(each, options.extents) for each in upstream]
-    gradients = dx, dweight, sums[0], total, dweight1, sums[1]
+    dbias = None if dy is None else _sum_rows(dy, options.extents)
+    gradients = dx, dweight, dbias, total
     return tuple(each if wanted else None for each, wanted in zip(gradients, _wanted(ctx)))
 
 
@@ -378,7 +396,7 @@ class _NormWithFunctors(torch.autograd.Function):
     def forward(ctx, call, *tensors):
         ctx.prepared, operands, results, ctx.functors = call
         ctx.set_materialize_grads(False)
-        y, mean, rstd, added, _, seed = results
+        y, mean, rstd, added, seed = results
         is_tensor = isinstance(seed, torch.Tensor)
         ctx.seed = None if is_tensor else seed
         raw = operands.input if ctx.prepared.makes_sum and ctx.functors.load else None
@@ -397,7 +415,7 @@ class _NormWithFunctors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *upstream):
-        dy, _, dsum = ctx.prepared.split_outputs(upstream)
+        dy, dsum = ctx.prepared.split_outputs(upstream)
         present = [each for each in (dy, dsum) if each is not None]
         if by_torch.is_differentiated(*present) and not (is_compiling() or present_tracer()):
             raise NotImplementedError(_has_no_second_derivative("load or store", "neither"))
@@ -427,7 +445,7 @@ class _NormWithFunctors(torch.autograd.Function):
         )
         results = run_untraced(route.backward)(BackwardRequest(operands, options))
         found = dict(zip(of_arrays, results.functors))
-        gradients = ctx.prepared.pick_gradients((*results[:4], None, None, None))
+        gradients = ctx.prepared.pick_gradients((*results[:4], None))
         return *gradients, *(found.get(name) for name in functors.names())
 
 
@@ -442,8 +460,8 @@ def _with_functors(request: ForwardRequest) -> tuple:
         *prepared.read_differentiable(operands),
         *operands.functors.arrays(),
     )
-    y, _, added = prepared.split_outputs(outputs)
-    return y, None, operands.input if added is None else added
+    y, added = prepared.split_outputs(outputs)
+    return y, operands.input if added is None else added
 
 
 class _PassingGradients(torch.autograd.Function):

@@ -38,8 +38,8 @@ def takes(*tensors: object) -> bool:
     )
 
 
-def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, y1 and the sum, as autograd.normalize. memory_efficient and launch do nothing here.
+def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
+    """y and the sum, as autograd.normalize. memory_efficient and launch do nothing here.
 
     Raises NotImplementedError for out and functors, and for an 8-bit y in transforms.
     """
@@ -58,11 +58,9 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor | None, Tensor]:
     added = _sum(operands, options)
     if options.quantization is not None:
         y = normalized(added, operands.weight, operands.bias, options, torch.float32)
-        return _quantized(y, operands, options), None, added
-    dtype, y1 = _dtype(options.out_dtype, operands.input.dtype), None
-    if operands.weight1 is not None or operands.bias1 is not None:
-        y1 = normalized(added, operands.weight1, operands.bias1, options, dtype)
-    return normalized(added, operands.weight, operands.bias, options, dtype), y1, added
+        return _quantized(y, operands, options), added
+    dtype = _dtype(options.out_dtype, operands.input.dtype)
+    return normalized(added, operands.weight, operands.bias, options, dtype), added
 
 
 def normalized(

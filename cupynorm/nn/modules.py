@@ -7,14 +7,17 @@ cupynorm's forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Proxy
 
+from ..norm import route
 from ..norm.api import layer_norm, rms_norm
 from ..norm.functors import bind_functors
-from ..norm.options import check_dropout_p, check_sm_margin, extents_of
+from ..norm.options import check_dropout_p, check_sm_margin, extents_of, launch_options
 from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.request import ForwardOperands, ForwardOptions
 from ..plan.functors import BoundFunctor, Functor
 from .fp8_norm import Fp8Norm
 from .modes import run_untraced
@@ -25,6 +28,7 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 torch.fx.wrap("_without_dropout")
 torch.fx.wrap("_without_fp8")
+torch.fx.wrap("_keeping_y")
 
 # Keywords beyond torch.nn's, with their defaults.
 EXTRAS = {
@@ -91,8 +95,6 @@ class Norm(Fp8Norm):
         row_scale: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | torch.Tensor | None = None,
-        weight1: torch.Tensor | None = None,
-        bias1: torch.Tensor | None = None,
         fp8_output: bool = False,
         load: Functor | BoundFunctor | None = None,
         store: Functor | BoundFunctor | None = None,
@@ -105,13 +107,30 @@ class Norm(Fp8Norm):
             operands = {
                 "row_scale": row_scale,
                 "dropout_seed": dropout_seed,
-                "weight1": weight1,
-                "bias1": bias1,
                 "functors": None if load is None and store is None else bind_functors(load, store),
             }
             options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, operands, options)
+        if self.memory_efficient:
+            operands = {
+                "weight": self._parameter("weight"),
+                "bias": self._parameter("bias") if self._centered else None,
+                "residual": residual,
+                "row_scale": row_scale,
+                "dropout_seed": dropout_seed,
+            }
+            options = {
+                "centered": self._centered,
+                "extents": self.normalized_shape,
+                "eps": self.eps,
+                "zero_centered_weight": self.zero_centered_gamma,
+                "residual_dtype": residual_dtype,
+                "dropout_p": dropout_p,
+                "round_x_hat": self.round_x_hat,
+            }
+            functors = load, store
+            return _keeping_y(input, operands, options, self.sm_margin, functors, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -128,10 +147,7 @@ class Norm(Fp8Norm):
             row_scale=row_scale,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
-            weight1=weight1,
-            bias1=bias1,
             round_x_hat=self.round_x_hat,
-            memory_efficient=self.memory_efficient,
             load=load,
             store=store,
         )
@@ -169,15 +185,21 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         cupynorm.layer_norm.
     sequence_parallel: unless None, parameters get it as an attribute of that name, for frameworks
         that reduce their gradients.
-    round_x_hat, memory_efficient: as for cupynorm.layer_norm.
+    round_x_hat: as for cupynorm.layer_norm.
+    memory_efficient: keep y for backward instead of the normalised row, as apex's norms do. It
+        saves memory where y is kept anyway and the input is not. Backward computes x_hat = (y -
+        bias) / weight with torch's operations and takes it as its input. A weight (or 1 + weight)
+        smaller than t counts as t with its sign; t is half a unit in the last place of 1 in y's
+        dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Besides float
+        arithmetic, x_hat is then off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1
+        - |weight| / t). It goes with neither fp8_output nor load nor store.
     fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
     returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
     CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed,
-    weight1, bias1, load and store are as for cupynorm.layer_norm; elements are dropped only in
-    training mode.
+    load and store are as for cupynorm.layer_norm; elements are dropped only in training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
@@ -288,6 +310,25 @@ def _without_fp8(dropout_p: float, fp8_output: bool) -> float:
             "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
         )
     return dropout_p
+
+
+def _keeping_y(
+    input: torch.Tensor,
+    operands: dict[str, Any],
+    options: dict[str, Any],
+    sm_margin: int | Mapping[str, int],
+    functors: tuple,
+    return_residual: bool,
+) -> Any:
+    """The norm, of which autograd keeps y and not the normalised row."""
+    bound = None if functors == (None, None) else bind_functors(*functors)
+    return route.call(
+        ForwardOperands(input, functors=bound, **operands),
+        ForwardOptions(
+            launch=launch_options(None, None, None, sm_margin), memory_efficient=True, **options
+        ),
+        return_residual,
+    )
 
 
 def _check_order(**arguments: object) -> None:

@@ -65,7 +65,7 @@ class Packing:
 
 def normalize_nested(
     request: ForwardRequest, of_dense: Callable[[ForwardRequest], tuple]
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """What of_dense returns for the values of nested operands, as nested tensors."""
     operands, options = request
     if options.quantization is not None or operands.out is not None:
@@ -96,7 +96,7 @@ def is_any_dtensor(*tensors: object) -> bool:
 
 def normalize_dtensors(
     request: ForwardRequest, of_local: Callable[[ForwardRequest], tuple]
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """What of_local returns for the rows of each rank, as DTensors.
 
     Rows that ranks have parts of are gathered first. A plain parameter is the same on every rank.
@@ -133,7 +133,7 @@ def normalize_dtensors(
     whole = [Replicate()] * mesh.ndim
     sums = [Partial() if each.is_shard() else each for each in rows]
     local = {}
-    for name in (*by_row, "weight", "bias", "weight1", "bias1"):
+    for name in (*by_row, "weight", "bias"):
         each = getattr(operands, name)
         placements, of_gradient = (rows, rows) if name in by_row else (whole, sums)
         if each is None:

@@ -16,6 +16,7 @@ from .options import (
     default_extents,
     extents_of,
     launch_options,
+    names_what_was_removed,
     quantization,
     with_checked_options,
 )
@@ -24,6 +25,7 @@ from .results import Forward, FusedForward
 from .route import call, explicit_forward
 
 
+@names_what_was_removed
 def layer_norm(
     input: Array,
     normalized_shape: int | Sequence[int],
@@ -40,10 +42,7 @@ def layer_norm(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    weight1: Array | None = None,
-    bias1: Array | None = None,
     round_x_hat: bool = False,
-    memory_efficient: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
     power_of_two: bool = False,
@@ -96,18 +95,9 @@ def layer_norm(
     Parameters and outputs:
 
     zero_centered_weight: multiply by 1 + weight.
-    weight1, bias1: as weight and bias, of a second output y1 of the same x_hat, for parallel blocks
-        that have a norm each.
     round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that dtype
         has 16 bits, as the norms of Hugging Face's Llama do. Gradients are those of the function
         without that rounding.
-    memory_efficient: for torch tensors whose gradient is recorded: keep y for backward instead of
-        the normalised row, as apex's norms do. It saves memory where y is kept anyway and the input
-        is not. Backward computes x_hat = (y - bias) / weight. A weight (or 1 + weight) smaller than
-        t counts as t with its sign; t is half a unit in the last place of 1 in y's dtype: 2^-8,
-        2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Besides float arithmetic, x_hat
-        is then off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t).
-        y and the sum must both be float64, or neither.
     out: an array for the result: of the input's shape, with contiguous rows, sharing no memory with
         the inputs.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
@@ -132,16 +122,15 @@ def layer_norm(
         layout that the product for a weight's gradient takes on Hopper. On a GPU a second kernel
         transposes the 8-bit data.
     An 8-bit y is not a tensor that autograd knows: gradients flow through its dequantize(), as if
-    nothing had been rounded. It works with all of the above but out, weight1, bias1 and
-    memory_efficient.
+    nothing had been rounded. It works with all of the above but out.
 
     A user's own functor (cupynorm.functor), fused into the kernel; docs/functors.md:
 
     store: applied to y, after weight and bias, before y is rounded.
     load: applied to the input before anything else. Its result is normalised as it is, in the
         compute type, unless a residual, row_scale, dropout_p or another residual_dtype makes a sum,
-        which is rounded. return_residual needs a residual. Neither goes with an 8-bit y, weight1,
-        bias1, memory_efficient or round_x_hat.
+        which is rounded. return_residual needs a residual. Neither goes with an 8-bit y or
+        round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
@@ -151,14 +140,13 @@ def layer_norm(
     strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or
         "welford". By default the width of a row decides. Ignored on the CPU.
 
-    Returns y of the input's shape in the input's library; (y, sum) with return_residual; (y, y1) or
-    (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a CuPy array. A CUDA
-    tensor gives a torch tensor, differentiable in input, weight, bias and residual. NumPy arrays
-    and CPU tensors are computed by the float64 reference and rounded once (differentiable for
-    torch). torch.compile, torch.func, forward mode and second derivatives work; with any of
-    residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat and memory_efficient,
-    torch.compile alone works. Under CUDA's torch.autocast y is float32 unless out_dtype says
-    otherwise, as torch's is.
+    Returns y of the input's shape in the input's library, or (y, sum) with return_residual. A CuPy
+    array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
+    in input, weight, bias and residual. NumPy arrays and CPU tensors are computed by the float64
+    reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
+    and second derivatives work; with any of residual_dtype, row_scale, dropout_p and round_x_hat,
+    torch.compile alone works. Under CUDA's torch.autocast y is float32 unless
+    out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
     another) with one rounding at the end.
@@ -192,8 +180,6 @@ def layer_norm(
         out,
         row_scale,
         dropout_seed,
-        weight1,
-        bias1,
         scale,
         amax,
         functors,
@@ -207,13 +193,13 @@ def layer_norm(
         residual_dtype,
         dropout_p,
         round_x_hat,
-        memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
     return call(operands, options, return_residual)
 
 
+@names_what_was_removed
 def rms_norm(
     input: Array,
     normalized_shape: int | Sequence[int],
@@ -230,10 +216,7 @@ def rms_norm(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    weight1: Array | None = None,
-    bias1: Array | None = None,
     round_x_hat: bool = False,
-    memory_efficient: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
     power_of_two: bool = False,
@@ -274,8 +257,6 @@ def rms_norm(
         out,
         row_scale,
         dropout_seed,
-        weight1,
-        bias1,
         scale,
         amax,
         functors,
@@ -289,13 +270,13 @@ def rms_norm(
         residual_dtype,
         dropout_p,
         round_x_hat,
-        memory_efficient,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
     return call(operands, options, return_residual)
 
 
+@names_what_was_removed
 def layer_norm_forward(
     x: Array,
     weight: Array | None = None,
@@ -311,8 +292,6 @@ def layer_norm_forward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    weight1: Array | None = None,
-    bias1: Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -335,12 +314,10 @@ def layer_norm_forward(
     x: the input, of any number of dimensions; all other arguments as for layer_norm.
 
     Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
-    dropout_p, weight1, bias1, round_x_hat or an 8-bit out_dtype; the two say shapes and dtypes.
+    dropout_p, round_x_hat or an 8-bit out_dtype; the two say shapes and dtypes.
     Raises as layer_norm.
     """
-    operands = ForwardOperands(
-        x, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
-    )
+    operands = ForwardOperands(x, weight, bias, residual, out, row_scale, dropout_seed, scale, amax)
     options = ForwardOptions(
         True,  # centered
         default_extents(x, weight, bias, normalized_shape),
@@ -350,13 +327,13 @@ def layer_norm_forward(
         residual_dtype,
         dropout_p,
         round_x_hat,
-        False,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
     return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
 
 
+@names_what_was_removed
 def rms_norm_forward(
     x: Array,
     weight: Array | None = None,
@@ -372,8 +349,6 @@ def rms_norm_forward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    weight1: Array | None = None,
-    bias1: Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -394,9 +369,7 @@ def rms_norm_forward(
 
     Returns Forward(y, None, rstd, sum), or a FusedForward, as layer_norm_forward, and raises as it.
     """
-    operands = ForwardOperands(
-        x, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
-    )
+    operands = ForwardOperands(x, weight, bias, residual, out, row_scale, dropout_seed, scale, amax)
     options = ForwardOptions(
         False,  # centered
         default_extents(x, weight, bias, normalized_shape),
@@ -406,7 +379,6 @@ def rms_norm_forward(
         residual_dtype,
         dropout_p,
         round_x_hat,
-        False,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )

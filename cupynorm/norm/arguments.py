@@ -181,7 +181,7 @@ def forward_problem(
 ) -> Problem:
     """The problem of a forward: its tensors and what is fused with the norm.
 
-    tensors: x, y, weight, bias, residual, sum, row_scale, y1, weight1, bias1; amax where one is
+    tensors: x, y, weight, bias, residual, sum, row_scale; amax where one is
     recorded. Without y: mean and rstd alone.
     """
     x = tensors["x"]
@@ -212,9 +212,6 @@ def forward_problem(
         bias=dtype_of(tensors, "bias"),
         zero_centered=bool(options.zero_centered_weight),
         residual="residual" in tensors and not has_own_sum,
-        y1=dtype_of(tensors, "y1"),
-        weight1=dtype_of(tensors, "weight1"),
-        bias1=dtype_of(tensors, "bias1"),
         round_x_hat=x.dtype if rounds else None,
         scaling=options.quantization.scaling if options.quantization else None,
         amax="amax" in tensors,
@@ -270,10 +267,6 @@ def _forward_words(
     if problem.input:
         words += [Address("row_scale"), *_dropout_words(options.dropout_p)]
     words += [*row_words(tensors, "y", turned), Address("weight"), Address("bias")]
-    if problem.y1:
-        words += row_words(tensors, "y1", turned)
-    if problem.weight1 or problem.bias1:
-        words += [Address("weight1"), Address("bias1")]
     if options.quantization:
         rule = scale_rule_words(
             options.quantization.smallest_amax, options.quantization.power_of_two
@@ -305,8 +298,7 @@ def backward_problem(
     """The problem of a backward.
 
     tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y
-    is recomputed; y_weight and y_bias where x is y; input and bias of functors. compute: the dtype
-    of the statistics.
+    is recomputed; input and bias of functors. compute: the dtype of the statistics.
     """
     x, dy = tensors["x"], tensors["dy"]
     streamed = {name: rows for name, rows in tensors.items() if name != "row_scale"}
@@ -320,7 +312,7 @@ def backward_problem(
         "backward",
         options.centered,
         x.num_cols,
-        compute if options.x_is_y or "load" in sources else x.dtype,
+        compute if "load" in sources else x.dtype,
         weight=dtype_of(tensors, "weight"),
         zero_centered=bool(options.zero_centered_weight),
         dy=compute if "store" in sources else dy.dtype,
@@ -328,9 +320,6 @@ def backward_problem(
         dweight=dtype_of(tensors, "dweight"),
         dbias=dtype_of(tensors, "dbias"),
         dsum=dtype_of(tensors, "dsum"),
-        y=x.dtype if options.x_is_y else None,
-        y_weight=dtype_of(tensors, "y_weight"),
-        y_bias=dtype_of(tensors, "y_bias"),
         dresidual=dtype_of(tensors, "dresidual"),
         row_scale=dtype_of(tensors, "row_scale"),
         dropout=options.dropout_p > 0,
@@ -385,10 +374,8 @@ def backward_call(
 
 
 def _x_words(tensors: RowsByName, problem: Problem, load: PlacedFunctor | None) -> Words:
-    """struct Load; LoadXHat where x is y; FunctorLoad around them. load: forward's functor."""
+    """struct Load, or FunctorLoad around it. load: forward's functor."""
     words = [*row_words(tensors, "x")]
-    if problem.y:
-        words += [Address("y_weight"), Address("y_bias"), DTYPES[problem.y].half_ulp]
     if problem.load and problem.load.source:
         words = [*_functor_words(load, "load", problem), *words]
     return words

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..plan.problem import Tile
-from .options import default_extents, gradient_names, launch_options
-from .request import Array, BackwardOperands, BackwardOptions, BackwardRequest, SecondGradient
+from .options import default_extents, gradient_names, launch_options, names_what_was_removed
+from .request import Array, BackwardOperands, BackwardOptions, BackwardRequest
 from .results import Backward, FusedBackward
 from .route import explicit_backward
 
 
+@names_what_was_removed
 def layer_norm_backward(
     dy: Array,
     x: Array,
@@ -33,11 +34,6 @@ def layer_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    dy1: Array | None = None,
-    weight1: Array | None = None,
-    dbias1_dtype: Any = None,
-    memory_efficient: bool = False,
-    bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -61,12 +57,8 @@ def layer_norm_backward(
 
     row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
-    dy1, weight1, dbias1_dtype: of the second output.
-    memory_efficient: x is y as forward returned it, mean is not read, and bias is needed if forward
-        had one.
-    With any of these, or "dresidual", "dweight1" or "dbias1" among the gradients, a FusedBackward
-    is returned. One kernel writes dx, of the input, and dresidual; dsum is added to both before
-    they are rounded. The part of dy1 comes from a kernel before it, in the dtype of the arithmetic.
+    With any of these, or "dresidual" among the gradients, a FusedBackward is returned. One kernel
+    writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
 
     normalized_shape, zero_centered_weight, sm_margin, strategy, tile: as for layer_norm.
 
@@ -75,8 +67,6 @@ def layer_norm_backward(
     layer_norm.
     """
     operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, dropout_seed)
-    if memory_efficient:
-        operands = operands._replace(y_weight=weight, y_bias=bias)
     options = BackwardOptions(
         True,
         default_extents(x, weight, None, normalized_shape),
@@ -87,13 +77,12 @@ def layer_norm_backward(
         dbias_dtype,
         dresidual_dtype,
         dropout_p,
-        bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
-    second = SecondGradient(dy1, weight1, dbias1_dtype)
-    return explicit_backward(BackwardRequest(operands, options), second)
+    return explicit_backward(BackwardRequest(operands, options))
 
 
+@names_what_was_removed
 def rms_norm_backward(
     dy: Array,
     x: Array,
@@ -111,11 +100,6 @@ def rms_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    dy1: Array | None = None,
-    weight1: Array | None = None,
-    dbias1_dtype: Any = None,
-    memory_efficient: bool = False,
-    bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -132,8 +116,6 @@ def rms_norm_backward(
     Returns Backward or FusedBackward, as layer_norm_backward, and raises as it.
     """
     operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
-    if memory_efficient:
-        operands = operands._replace(y_weight=weight, y_bias=bias)
     options = BackwardOptions(
         False,
         default_extents(x, weight, None, normalized_shape),
@@ -144,8 +126,6 @@ def rms_norm_backward(
         dbias_dtype,
         dresidual_dtype,
         dropout_p,
-        bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
-    second = SecondGradient(dy1, weight1, dbias1_dtype)
-    return explicit_backward(BackwardRequest(operands, options), second)
+    return explicit_backward(BackwardRequest(operands, options))

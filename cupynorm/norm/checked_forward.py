@@ -32,7 +32,7 @@ def dtype_or_none(array: Array | None) -> str | None:
 
 
 # The operands of a forward that have gradients.
-DIFFERENTIABLE = ("input", "weight", "bias", "residual", "weight1", "bias1")
+DIFFERENTIABLE = ("input", "weight", "bias", "residual")
 
 
 class CheckedForward:
@@ -47,8 +47,6 @@ class CheckedForward:
         self.options = options
         self.dtype = arrays.dtype_name(operands.input)
         self.makes_sum = makes_sum(request, self.dtype)
-        self.has_second = operands.weight1 is not None or operands.bias1 is not None
-        self.bias1_dtype = dtype_or_none(operands.bias1)
         # After the checks residual_dtype always has a value.
         as_input = options._replace(residual_dtype=None)
         self.is_plain = options.residual_dtype == self.dtype and is_plain(
@@ -62,7 +60,6 @@ class CheckedForward:
             dbias_dtype=dtype_or_none(operands.bias),
             dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
             dropout_p=options.dropout_p,
-            x_is_y=options.memory_efficient,
             # A tile belongs to one kernel; a strategy is meant for both directions.
             launch=options.launch._replace(tile=None),
         )
@@ -79,13 +76,11 @@ class CheckedForward:
         places = [DIFFERENTIABLE.index(name) for name in self.differentiable]
         self.pick_gradients = itemgetter(-1, *places)
         # From a FusedForward, what autograd returns: y, or a tuple where there is more.
-        outputs = ["y", *["y1"] * self.has_second, *["sum"] * self.makes_sum]
+        outputs = ["y", *["sum"] * self.makes_sum]
         self.pick_outputs = itemgetter(*map(FusedForward._fields.index, outputs))
 
     def split_outputs(self, outputs: Any) -> tuple:
-        """(y, y1, sum) of what pick_outputs picked, or of the gradients of that."""
-        if not self.makes_sum and not self.has_second:
-            return (outputs[0] if outputs.__class__ is tuple else outputs), None, None
-        if not self.has_second:
-            return outputs[0], None, outputs[1]
-        return outputs[0], outputs[1], outputs[2] if self.makes_sum else None
+        """(y, sum) of what pick_outputs picked, or of the gradients of that."""
+        if self.makes_sum:
+            return outputs
+        return (outputs[0] if outputs.__class__ is tuple else outputs), None

@@ -18,12 +18,10 @@ from .options import check_gradients, dtype_name
 from .request import (
     Array,
     BackwardOperands,
-    BackwardOptions,
     BackwardRequest,
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
-    SecondGradient,
 )
 from .results import GRADIENTS
 
@@ -170,7 +168,7 @@ def check_out(request: ForwardRequest) -> None:
 def check_overlap(operands: ForwardOperands) -> None:
     """out must share no memory with what is read."""
     low, high = arrays.extent(arrays.view(operands.out))
-    names = ("input", "weight", "bias", "residual", "row_scale", "weight1", "bias1")
+    names = ("input", "weight", "bias", "residual", "row_scale")
     others = [(name, getattr(operands, name)) for name in names]
     if operands.functors is not None:
         others += zip(operands.functors.names(), operands.functors.arrays())
@@ -212,7 +210,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     leading = shape[: len(shape) - len(extents)]
     parameters = {
         name: take_like(getattr(given, name), x, extents, name, "input")
-        for name in ("weight", "bias", "weight1", "bias1")
+        for name in ("weight", "bias")
     }
     sum_dtype = options.residual_dtype or dtype
     eps = check_eps(options.eps, sum_dtype, has_default=not options.centered)
@@ -251,29 +249,18 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
 def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> None:
     """Raises ValueError or TypeError for options that exclude each other."""
     quantization, has_functors = options.quantization, operands.functors is not None
-    has_second = operands.weight1 is not None or operands.bias1 is not None
-    for name, is_given in (
-        ("a second weight or bias", has_second),
-        ("memory_efficient", options.memory_efficient),
-    ):
-        if is_given and quantization is not None:
-            raise ValueError(
-                f"{name} was given with out_dtype {quantization.dtype}; expected only one of them"
-            )
+    if options.memory_efficient and quantization is not None:
+        raise ValueError(
+            f"memory_efficient was given with out_dtype {quantization.dtype}; "
+            "expected only one of them"
+        )
     for name, is_given in (
         ("an 8-bit out_dtype", quantization is not None),
-        ("weight1 or bias1", has_second),
         ("memory_efficient", options.memory_efficient),
         ("round_x_hat", options.round_x_hat),
     ):
         if is_given and has_functors:
             raise ValueError(f"{name} was given with load or store; expected only one of them")
-    y_dtype, sum_dtype = options.out_dtype, options.residual_dtype
-    if options.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
-        raise TypeError(
-            f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; "
-            "expected both float64, or neither"
-        )
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:
@@ -292,8 +279,7 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         raise TypeError("dy is None; expected the gradient of y")
     dsum = take_like(given.dsum, x, shape, "dsum", "x")
     weight = take_like(given.weight, x, extents, "weight", "x")
-    reads_mean = options.centered and not options.x_is_y
-    mean = _take_statistic(given.mean, x, leading, "mean") if reads_mean else None
+    mean = _take_statistic(given.mean, x, leading, "mean") if options.centered else None
     rstd = _take_statistic(given.rstd, x, leading, "rstd")
     check_gradients(options.gradients)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
@@ -303,10 +289,7 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         if own_dtype is not None:
             default = dtype_name(own_dtype, f"{name}_dtype")
         dtypes[f"{name}_dtype"] = default if name in options.gradients else None
-    y_weight = y_bias = bias = input = None
-    if options.x_is_y:
-        y_weight = take_like(given.y_weight, x, extents, "weight", "x")
-        y_bias = take_like(given.y_bias, x, extents, "bias", "x")
+    bias = input = None
     functors = _take_functors(given.functors, x, extents)
     if functors is not None:
         input = take_like(given.input, x, shape, "input", "x")
@@ -324,25 +307,10 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         bias,
         row_scale=take_like(given.row_scale, x, leading, "row_scale", "x"),
         dropout_seed=_check_seed(given.dropout_seed, x),
-        y_weight=y_weight,
-        y_bias=y_bias,
         input=input,
         functors=functors,
     )
     return BackwardRequest(operands, options._replace(**dtypes))
-
-
-def check_second(
-    operands: BackwardOperands, options: BackwardOptions, second: SecondGradient
-) -> SecondGradient:
-    """dy1 and weight1 by these names. Backward then takes them as dy and weight."""
-    if second.dy is None:
-        return second
-    x = arrays.take(operands.x, "x")
-    dy = take_like(second.dy, x, tuple(x.shape), "dy1", "x")
-    return second._replace(
-        dy=dy, weight=take_like(second.weight, x, options.extents, "weight1", "x")
-    )
 
 
 def _take_statistic(array: Array | None, x: Array, leading: tuple[int, ...], name: str) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import reference
-from ..dtypes import DTYPES, compute_dtype, decode, encode
+from ..dtypes import compute_dtype, decode, encode
 from ..gpu import arrays
 from ..reference.layer_norm import affine
 from . import host_functors
@@ -57,16 +57,12 @@ class HostForward(CheckedForward):
             if operands.out is not None:
                 operands.out[...] = y
                 y = operands.out
-        y1 = None
-        if self.has_second:
-            values = self._norm(x, operands.weight1, operands.bias1)[0].reshape(self.shape)
-            y1 = arrays.from_float64(values, options.out_dtype, operands.input)
         compute = compute_dtype(options.residual_dtype).name
         mean, rstd = (
             None if each is None else arrays.from_float64(each, compute, operands.input)
             for each in (mean, rstd)
         )
-        return FusedForward(y, mean, rstd, added, y1, seed)
+        return FusedForward(y, mean, rstd, added, seed)
 
     def _sum(self, operands: ForwardOperands, seed: object) -> Array:
         if not self.makes_sum:
@@ -119,8 +115,6 @@ class HostBackward:
         options = self.options
         x, mean = operands.x, operands.mean
         x64, mean64 = self._matrix(x), _vector(mean)
-        if options.x_is_y:
-            x64, mean64 = self._x_from_y(operands)
         load, store = operands.functors or (None, None)
         raw64, of_load, of_store = x64, [], []
         if load is not None and operands.input is None:
@@ -193,15 +187,3 @@ class HostBackward:
         with np.errstate(all="ignore"):
             x_hat = (x if mean is None else x - mean.reshape(-1, 1)) * rstd
             return affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
-
-    def _x_from_y(self, operands: BackwardOperands) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of mean 0 whose x_hat is that of y, which operands.x is; and the means."""
-        y, rstd = operands.x, _vector(operands.rstd)
-        x_hat = reference.x_hat_of(
-            self._matrix(y),
-            _vector(operands.y_weight),
-            _vector(operands.y_bias),
-            DTYPES[arrays.dtype_name(y)].half_ulp,
-            bool(self.options.zero_centered_weight),
-        )
-        return x_hat / rstd.reshape(-1, 1), np.zeros_like(rstd)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +19,33 @@ from .results import FusedBackward
 
 TILE_FIELDS = tuple(Tile.__annotations__)
 _COMPUTED_SCALINGS = SCALINGS[1:]  # those that need no scale from the caller
+
+# Keywords of earlier versions, and what to write instead.
+REMOVED_KEYWORDS = {
+    "weight1": "a second call with that weight",
+    "bias1": "a second call with that bias",
+    "dy1": "a second call with that dy, whose dx is the dsum of the first",
+    "dbias1_dtype": "a second call with that dbias_dtype",
+    "memory_efficient": "the module LayerNorm or RMSNorm with memory_efficient=True",
+}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def names_what_was_removed(function: _Function) -> _Function:
+    """The function. Its TypeError for a keyword of REMOVED_KEYWORDS says what to write instead."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except TypeError:
+            for name in options.keys() & REMOVED_KEYWORDS.keys():
+                raise TypeError(
+                    f"{function.__name__} has no {name} any more; expected {REMOVED_KEYWORDS[name]}"
+                ) from None
+            raise
+
+    return call
 
 
 def launch_options(
@@ -114,7 +143,6 @@ def with_checked_options(request: ForwardRequest) -> ForwardRequest:
         and operands.dropout_seed is None
         and options.residual_dtype is None
         and options.round_x_hat is False
-        and options.memory_efficient is False
         and options.quantization is None
     ):
         return request
@@ -126,7 +154,6 @@ def with_checked_options(request: ForwardRequest) -> ForwardRequest:
         dropout_p=dropout_p,
         residual_dtype=residual_dtype,
         round_x_hat=bool(options.round_x_hat),
-        memory_efficient=bool(options.memory_efficient),
     )
     operands = operands._replace(dropout_seed=dropout_seed_of(operands.dropout_seed, dropout_p))
     if isinstance(operands.scale, str):

@@ -47,7 +47,7 @@ FOR_STATISTICS_ALONE = "statistics alone"
 
 # Forward.
 
-_READ_FORWARD = ("input", "weight", "bias", "row_scale", "weight1", "bias1", "residual")
+_READ_FORWARD = ("input", "weight", "bias", "row_scale", "residual")
 
 
 def prepare_forward(
@@ -60,9 +60,7 @@ def prepare_forward(
     refused, so its class counts. Other equal values mean the same.
     """
     operands, options = request
-    input, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, functors = (
-        operands
-    )
+    input, weight, bias, residual, out, row_scale, seed, scale, amax, functors = operands
     layout_key = arrays.library(input).layout_key
     try:
         key = (
@@ -77,9 +75,8 @@ def prepare_forward(
         )
         if row_scale is not None:
             key += (layout_key(row_scale), getattr(row_scale, "requires_grad", False))
-        if seed is not None or weight1 is not None or bias1 is not None:
+        if seed is not None:
             key += (seed.__class__ is int or layout_key(seed),)
-            key += layout_key(weight1), layout_key(bias1)
         if options.quantization is not None:
             constants = (
                 (layout_key(each), getattr(each, "requires_grad", False)) for each in (scale, amax)
@@ -116,9 +113,8 @@ def prepare_forward(
 def _check_addresses(operands: ForwardOperands | BackwardOperands) -> None:
     there = {name: array for name, array in operands._asdict().items() if array is not None}
     functors = there.pop("functors", None)
-    names = {"y_weight": "weight", "y_bias": "bias"}
     for name, array in there.items():
-        arrays.check_addresses(**{names.get(name, name): array})
+        arrays.check_addresses(**{name: array})
     if functors is not None:
         arrays.check_addresses(**dict(zip(functors.names(), functors.arrays())))
 
@@ -169,7 +165,6 @@ class PreparedForward(CheckedForward, OnGpu):
         written = {
             "y": None if purpose is FOR_STATISTICS_ALONE else options.out_dtype,
             "sum": options.residual_dtype if self.makes_sum else None,
-            "y1": options.out_dtype if self.has_second else None,
         }
         shape, num_dims = tuple(operands.input.shape), len(options.extents)
         for name, dtype in written.items():
@@ -190,7 +185,7 @@ class PreparedForward(CheckedForward, OnGpu):
         order = TensorOrder(read, makers)
         self.make = order.make
         added = "sum" if self.makes_sum else "given"
-        self.results = order.returns("y", "mean", "rstd", added, "y1", "seed")
+        self.results = order.returns("y", "mean", "rstd", added, "seed")
         self.scale_inv = order.place("scale_inv") if "scale_inv" in makers else None
         self.zeroed = order.place("amaxes") if "amaxes" in makers else None
         self.compile(call, ["amax" if name == "amaxes" else name for name in order.names])
@@ -288,14 +283,12 @@ class PreparedForward(CheckedForward, OnGpu):
 
 # Backward.
 
-_READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "row_scale")
-_READ_BACKWARD += ("y_weight", "y_bias", "input")
+_READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "row_scale", "input")
 
 
 def _backward_key(request: BackwardRequest) -> tuple:
     operands, options = request
-    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, *others = operands
-    input, functors = others
+    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, input, functors = operands
     layout_key = arrays.library(x).layout_key
     key = (
         layout_key(dy),
@@ -308,8 +301,8 @@ def _backward_key(request: BackwardRequest) -> tuple:
         None if row_scale is None else layout_key(row_scale),
         options,
     )
-    if seed is not None or y_weight is not None or y_bias is not None:
-        key += (seed.__class__ is int or layout_key(seed), layout_key(y_weight), layout_key(y_bias))
+    if seed is not None:
+        key += (seed.__class__ is int or layout_key(seed),)
     if functors is not None:
         key += (layout_key(input), key_of(functors, layout_key))
     return key

@@ -64,15 +64,16 @@ class ForwardOperands(NamedTuple):
     out: Array | None = None
     row_scale: Array | None = None
     dropout_seed: Array | int | None = None
-    weight1: Array | None = None
-    bias1: Array | None = None
     scale: Array | None = None
     amax: Array | None = None
     functors: Functors | None = None
 
 
 class ForwardOptions(NamedTuple):
-    """The options of a forward, named as the keywords of cupynorm.layer_norm."""
+    """The options of a forward, named as the keywords of cupynorm.layer_norm.
+
+    memory_efficient: a module's: autograd keeps y and not the normalised row.
+    """
 
     centered: bool
     extents: tuple[int, ...]
@@ -82,9 +83,9 @@ class ForwardOptions(NamedTuple):
     residual_dtype: str | None = None
     dropout_p: float = 0.0
     round_x_hat: bool = False
-    memory_efficient: bool = False
     quantization: Quantization | None = None
     launch: Options = DEFAULTS
+    memory_efficient: bool = False
 
 
 class ForwardRequest(NamedTuple):
@@ -99,9 +100,9 @@ input_and_seed_of = itemgetter(*map(ForwardOperands._fields.index, ("input", "dr
 
 
 class BackwardOperands(NamedTuple):
-    """The arrays of a backward. x is what was normalised, or y where options.x_is_y.
+    """The arrays of a backward. x is what was normalised.
 
-    bias is needed where y is recomputed; y_weight and y_bias, those of forward, where x is y.
+    bias is needed where y is recomputed.
     functors: those of forward. A store needs bias. input: what a load was applied to, where its
     result is part of a sum; else x is that.
     """
@@ -115,8 +116,6 @@ class BackwardOperands(NamedTuple):
     bias: Array | None = None
     row_scale: Array | None = None
     dropout_seed: Array | int | None = None
-    y_weight: Array | None = None
-    y_bias: Array | None = None
     input: Array | None = None
     functors: Functors | None = None
 
@@ -124,7 +123,7 @@ class BackwardOperands(NamedTuple):
 class BackwardOptions(NamedTuple):
     """The options of a backward, named as the keywords of cupynorm.layer_norm_backward.
 
-    x_is_y: forward kept y instead of x. recompute: also write y again, in dy's dtype.
+    recompute: also write y again, in dy's dtype.
     overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
     functor_gradients: names of the functors' arrays whose gradients are wanted, as "store.gate".
     With functors, "dx" is among the gradients.
@@ -139,7 +138,6 @@ class BackwardOptions(NamedTuple):
     dbias_dtype: Any = None
     dresidual_dtype: Any = None
     dropout_p: float = 0.0
-    x_is_y: bool = False
     recompute: bool = False
     overwrite_dy: bool = False
     functor_gradients: tuple[str, ...] = ()
@@ -151,14 +149,6 @@ class BackwardRequest(NamedTuple):
 
     operands: BackwardOperands
     options: BackwardOptions
-
-
-class SecondGradient(NamedTuple):
-    """What a backward is given of the second output, y1."""
-
-    dy: Array | None
-    weight: Array | None = None
-    dbias_dtype: Any = None
 
 
 def makes_sum(request: ForwardRequest, dtype: str) -> bool:
@@ -177,8 +167,6 @@ def is_plain(request: ForwardRequest) -> bool:
     operands, options = request
     return (
         operands.row_scale is None
-        and operands.weight1 is None
-        and operands.bias1 is None
         and options.residual_dtype is None
         and options.dropout_p == 0
         and not options.round_x_hat

@@ -40,7 +40,6 @@ class FusedForward(NamedTuple):
     y: as in Forward; a QuantizedTensor for an out_dtype of 8 bits.
     sum: what was normalised, in residual_dtype or else the input's dtype.
     mean, rstd: as in Forward, but float64 only if sum is float64.
-    y1: of the shape and dtype of y, with weight1 and bias1; None without them.
     dropout_seed: the seed as given or drawn, None without dropout.
     """
 
@@ -48,7 +47,6 @@ class FusedForward(NamedTuple):
     mean: Array | None
     rstd: Array
     sum: Array
-    y1: Array | None
     dropout_seed: Array | int | None
 
 
@@ -86,15 +84,12 @@ class FusedBackward(NamedTuple):
     dx: that of the input alone, of the shape of x, in dx_dtype or else the dtype of x.
     dweight, dbias: as in Backward.
     dresidual: that of the residual, of the shape of x, in dresidual_dtype or else the dtype of x.
-    dweight1, dbias1: as dweight and dbias, of the second output's parameters.
     """
 
     dx: Array | None
     dweight: Array | None
     dbias: Array | None
     dresidual: Array | None
-    dweight1: Array | None
-    dbias1: Array | None
 
 
 class Gradients(NamedTuple):
@@ -111,4 +106,4 @@ class Gradients(NamedTuple):
     functors: tuple[Array, ...] = ()
 
 
-GRADIENTS = Gradients._fields[:4]
+GRADIENTS = FusedBackward._fields

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import compute_dtype
 from ..gpu import arrays
 from . import autograd_loader
-from .checks import check_dtype, check_second
-from .options import check_dropout_p, check_gradients, dropout_seed_of, with_checked_options
+from .options import check_dropout_p, dropout_seed_of, with_checked_options
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from .request import (
     Array,
@@ -19,7 +17,6 @@ from .request import (
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
-    SecondGradient,
     is_plain,
 )
 from .results import Backward, Forward, FusedBackward, FusedForward, Gradients
@@ -64,19 +61,14 @@ def call(operands: tuple, options: tuple, return_residual: bool) -> Array | tupl
 
 
 def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[Array, ...]:
-    """What layer_norm and rms_norm return: y, or a tuple of y, y1 and the sum.
-
-    y1 is there with weight1 or bias1, the sum with return_residual.
-    """
+    """What layer_norm and rms_norm return: y, or y and the sum with return_residual."""
     operands = request.operands
     if is_tensor(operands.input):
-        y, y1, added = torch_part().normalize(request)
+        y, added = torch_part().normalize(request)
     else:
         prepared, operands = prepare_forward(request, FOR_Y)
-        y, _, _, added, y1, _ = prepared.run(operands)
-    if operands.weight1 is None and operands.bias1 is None:
-        return (y, added) if return_residual else y
-    return (y, y1, added) if return_residual else (y, y1)
+        y, _, _, added, _ = prepared.run(operands)
+    return (y, added) if return_residual else y
 
 
 def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
@@ -101,7 +93,7 @@ def _refuse_jit_trace(array: object) -> None:
         )
 
 
-def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backward | FusedBackward:
+def explicit_backward(request: BackwardRequest) -> Backward | FusedBackward:
     """What layer_norm_backward and rms_norm_backward return."""
     _refuse_jit_trace(request.operands.x)
     operands, options = request
@@ -118,23 +110,20 @@ def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backw
     is_fused = (
         operands.row_scale is not None
         or options.dropout_p > 0
-        or options.x_is_y
         or options.dx_dtype is not None
         or options.dresidual_dtype is not None
-        or second.dy is not None
-        or second.weight is not None
         or not (
             options.gradients == Backward._fields or _PLAIN_GRADIENTS.issuperset(options.gradients)
         )
     )
     if is_fused:
-        return backward_of_two(request, check_second(operands, options, second))
+        return FusedBackward(*backward(request)[:4])
     prepared, operands = prepare_backward(request)
     return Backward(*prepared.run(operands)[:3])
 
 
 def forward(request: ForwardRequest, purpose: str = FOR_STATISTICS) -> FusedForward:
-    """y, statistics, sum, y1 and seed, outside any autograd."""
+    """y, statistics, sum and seed, outside any autograd."""
     _refuse_jit_trace(request.operands.input)
     prepared, operands = prepare_forward(request, purpose)
     return FusedForward(*prepared.run(operands))
@@ -144,44 +133,3 @@ def backward(request: BackwardRequest) -> Gradients:
     """The gradients of one output, outside any autograd."""
     prepared, operands = prepare_backward(request)
     return Gradients(*prepared.run(operands))
-
-
-def backward_of_two(request: BackwardRequest, second: SecondGradient) -> FusedBackward:
-    """The gradients of y and of the second output, y1, whose names may be among the gradients.
-
-    request.operands.dy is None where only y1 has a gradient. Where both have one, what y1 and dsum
-    bring goes to the kernel of dy as its dsum, in the dtype of the arithmetic.
-    """
-    operands, options = request
-    gradients = options.gradients
-    if second.dy is None and not {"dweight1", "dbias1"} & set(gradients):
-        return FusedBackward(*backward(request)[:4], None, None)
-    if second.dy is None:
-        raise TypeError("dy1 is None; expected the gradient of y1")
-    check_gradients(gradients)
-    of_sum = tuple(name for name in gradients if name in ("dx", "dresidual"))
-    of_first = tuple(name for name in ("dweight", "dbias") if name in gradients)
-    of_second = tuple(name for name in ("dweight", "dbias") if f"{name}1" in gradients)
-    second_operands = operands._replace(dy=second.dy, weight=second.weight)
-    second_options = options._replace(dweight_dtype=None, dbias_dtype=second.dbias_dtype)
-    if operands.dy is None:
-        second_options = second_options._replace(gradients=of_sum + of_second)
-        of_y = backward(BackwardRequest(second_operands, second_options))
-        return FusedBackward(of_y.dx, None, None, of_y.dresidual, of_y.dweight, of_y.dbias)
-    x = arrays.take(operands.x, "x")
-    wide = "float64" if arrays.on_host(x) else compute_dtype(check_dtype(x, "x")).name
-    second_options = second_options._replace(
-        gradients=of_second + (("dx",) if of_sum else ()),
-        dx_dtype=wide,
-        dresidual_dtype=None,
-        dropout_p=0.0,
-    )
-    second_operands = second_operands._replace(row_scale=None, dropout_seed=None)
-    of_y1 = backward(BackwardRequest(second_operands, second_options))
-    of_y = backward(
-        BackwardRequest(
-            operands._replace(dsum=of_y1.dx),
-            options._replace(gradients=of_first + of_sum),
-        )
-    )
-    return FusedBackward(*of_y[:4], of_y1.dweight, of_y1.dbias)

@@ -9,7 +9,7 @@ from .devices import Device
 from .problem import Problem, Tile
 
 # The bytes of y that a thread keeps unpacked, at most, until the scale of an 8-bit row is known:
-# the limit in cuda_src/rows/register_budget.cuh.
+# the limit in cuda_src/rows/register_row.cuh.
 MOST_BYTES_MADE = 320
 
 
@@ -22,7 +22,7 @@ def streamed(problem: Problem) -> list[int]:
 
 def can_ring(problem: Problem, device: Device) -> bool:
     """Whether a ring can take the rows: it needs the copy engine, float32 sums and registers."""
-    alone = {"input", "dropout", "row_scale", "by_y", "load"}
+    alone = {"input", "dropout", "row_scale", "load"}
     fused = problem.extras & (alone if problem.forward else alone | {"store"})
     return not fused and problem.compute == "float32" and device.compute_capability >= 90
 

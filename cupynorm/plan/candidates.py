@@ -31,7 +31,7 @@ _LEAST_ESTIMATE = 0.6
 def candidates(problem: Problem, device: Device) -> list[Choice]:
     """The tiles that are worth measuring; the first is what dispatch chooses."""
     default = dispatch.choose(problem, device)
-    generators = [_in_registers, _staged, _in_bundles, _in_rings]
+    generators = [_in_registers, _in_bundles, _in_rings]
     if default.tile.packs_per_thread == 0:
         generators.append(_not_in_registers)
     kinds: dict[tuple, list[Choice]] = {}
@@ -89,15 +89,6 @@ def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]
             most = blocks_that_fit(problem, device, of_rows)
             for blocks in {most, -(-most // 2)} - {0}:
                 yield strategy, replace(of_rows, blocks_per_sm=blocks)
-
-
-def _staged(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
-    if not problem.scaling or not abilities.can_ring(problem, device):
-        return
-    for strategy, tile in _shapes(problem, device):
-        if strategy == "block" and 32 <= tile.elements <= 64:
-            if most := blocks_that_fit(problem, device, tile):
-                yield strategy, replace(tile, blocks_per_sm=most, stages=1, path="staged")
 
 
 def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:

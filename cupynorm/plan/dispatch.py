@@ -99,7 +99,7 @@ def _forced_tile(problem: Problem, device: Device, strategy: str, tile: Tile | N
             f"{device.name} has {device.num_sms}"
         )
     if tile is not None:
-        tile = tile.of_strategy(strategy, problem.forward)
+        tile = tile.of_strategy(strategy)
         check_tile(problem, strategy, tile, device)
         return tile
     tile = row.tile(problem, device)
@@ -181,7 +181,7 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
 # Fields of a Problem that a plan prints in the line "tensors".
 _TENSORS = {
     *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum", "input", "scaling"),
-    *("residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1", "recomputed"),
+    *("residual_dtype", "row_scale", "dresidual", "recomputed"),
 }
 
 
@@ -282,7 +282,7 @@ def make_plan(
     leaves no multiprocessor.
     """
     if tile is not None and strategy in STRATEGIES:
-        check_path(strategy, tile.of_strategy(strategy, problem.forward))
+        check_path(strategy, tile.of_strategy(strategy))
     choice = choose(problem, device, strategy, tile, statistics)
     if choice.by_dispatch:
         choice = _for_rows(choice, problem, device, num_rows, statistics)
@@ -373,7 +373,6 @@ def _launches(
 def _bytes_once(problem: Problem, num_rows: int) -> int:
     """What is read or written once: parameters, their gradients, and the statistics of rows."""
     parameters = [problem.weight, problem.bias, problem.dweight, problem.dbias]
-    parameters += [problem.weight1, problem.bias1, problem.y_weight, problem.y_bias]
     of_parameters = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
     return of_parameters + num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
 

@@ -79,9 +79,8 @@ def fetches_ahead(problem: Problem, tile: Tile) -> bool:
 def _stays(choice: Choice, problem: Problem) -> bool:
     """Forward, rows in registers: whether blocks stay resident because they prefetch a row."""
     tile = choice.tile
-    if choice.strategy != "block" or tile.path != "registers":
-        return tile.path == "staged"
-    return choice.amax_kernel is None and fetches_ahead(problem, tile)
+    in_block = choice.strategy == "block" and tile.path == "registers"
+    return in_block and choice.amax_kernel is None and fetches_ahead(problem, tile)
 
 
 def shares_of_first(

@@ -34,7 +34,7 @@ class Launch:
     launch). The kernel itself waits for the end.
     cluster_size: blocks that share a row.
     num_first, rows_of_first: forward, the first num_first blocks take rows_of_first rows each, and
-    the others share the rest (cuda_src/tile/turns.cuh).
+    the others share the rest (cuda_src/tile/tile.cuh).
     num_row_blocks: of backward_few.cu, the blocks that have rows. The others have columns.
     """
 
@@ -93,10 +93,7 @@ def load_x_name(problem: Problem) -> str:
     if problem.load and problem.load.source:
         struct = problem.load.struct("load", problem.compute)
         return f"FunctorLoad<{cpp_name(problem.load.source)}, {struct}>"
-    if problem.forward or problem.y is None:
-        return f"Load<{cpp_name(problem.x)}>"
-    types = ", ".join(cpp_name(name) for name in (problem.y, problem.y_weight, problem.y_bias))
-    return f"LoadXHat<{types}, {cpp_bool(problem.zero_centered)}, {cpp_name(problem.compute)}>"
+    return f"Load<{cpp_name(problem.x)}>"
 
 
 def load_dy_name(problem: Problem) -> str:
@@ -156,10 +153,6 @@ def row_instance(
             rounded_to = cpp_name(problem.round_x_hat)
             scaling = f"Scaling::{problem.scaling}, Step::{step}"
             store = f"QuantizeStore<{outputs}, {zero_centered}, {rounded_to}, {scaling}>"
-        if problem.y1:
-            second = cpp_names(problem.y1, problem.weight1, problem.bias1)
-            second = f"Store<{second}, {zero_centered}{rounded}>"
-            store = f"TwoStores<{store}, {second}>"
         if problem.store:
             store = f"FunctorStore<{store}, {problem.store.struct('store', problem.compute)}>"
         arguments = f"{load_x}, {store}, {cpp_bool(problem.centered)}, Statistics::{statistics}"
@@ -205,9 +198,8 @@ def parameters_instance(problem: Problem, has_partials: bool) -> tuple[Tile | No
     # Partial rows are few, so units of one cache line spread the columns over more multiprocessors.
     is_wide = problem.num_cols >= 16384
     lanes = 32 if not has_partials or is_wide else 8
-    # Four float64 divisions at a time, with y, or functors need more than the 64 registers of two
-    # blocks.
-    is_tight = problem.y or problem.load or problem.store
+    # Functors need more than the 64 registers of two blocks.
+    is_tight = problem.load or problem.store
     blocks_per_sm = 1 if is_tight and not has_partials else 2
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=blocks_per_sm)
     compute = cpp_name(problem.compute)

@@ -151,9 +151,9 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:
     """The tile of strategy "uncached", which takes any row."""
-    # Two outputs, and a functor, need more than the 64 registers of a thread with two blocks. With
+    # A functor needs more than the 64 registers of a thread with two blocks. With
     # dsum, RMSNorm of float32 rows needs a few more, on GPUs of compute capability 8.
-    is_tight = problem.y1 or problem.load or problem.store
+    is_tight = problem.load or problem.store
     threads = 448 if problem.dsum == "float32" and not problem.centered else 512
     return Tile(problem.widest_pack, threads, blocks_per_sm=1 if is_tight else 2, path="uncached")
 

@@ -15,11 +15,11 @@ from .functors import Fused
 # How a row travels between its uses (Path in cuda_src/tile/tile.cuh), by strategy.
 PATHS_OF_STRATEGY = {
     "warp": ("registers", "bundle"),
-    "block": ("registers", "smem", "staged", "ring"),
+    "block": ("registers", "smem", "ring"),
     "cluster": ("registers", "smem", "ring"),
     "uncached": ("uncached",),
 }
-PATHS = ("registers", "smem", "staged", "ring", "bundle", "uncached")
+PATHS = ("registers", "smem", "ring", "bundle", "uncached")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Tile:
     bundle: consecutive rows that make up one stage of a warp; 0 if a stage is one row.
     early: forward, 1 if weight and bias are loaded with the row, before its statistics; else 0.
     path: how a row travels, one of PATHS. None in a caller's tile means that of_strategy derives it
-    from the counts, the strategy and the direction. Comparisons therefore ignore it.
+    from the counts and the strategy. Comparisons therefore ignore it.
     """
 
     pack_size: int
@@ -85,14 +85,13 @@ class Tile:
     def path_in_words(self) -> str:
         words = {
             "smem": "shared memory",
-            "staged": "registers, the next row staged in shared memory",
             "ring": f"ring of {self.stages} row{'s' * (self.stages > 1)}",
             "bundle": f"{self.stages} bundles of {self.bundle} rows for each warp",
             "uncached": "uncached, the row is read again",
         }
         return words.get(self.path, "registers")
 
-    def of_strategy(self, strategy: str, forward: bool) -> Tile:
+    def of_strategy(self, strategy: str) -> Tile:
         """This tile; if its path is None, with the path that its counts imply for the strategy."""
         if self.path is not None:
             return self
@@ -101,7 +100,7 @@ class Tile:
         elif self.bundle:
             path = "bundle"
         elif self.stages:
-            path = "staged" if forward and self.stages == 1 else "ring"
+            path = "ring"
         else:
             path = "registers" if self.packs_per_thread > 0 else "smem"
         return replace(self, path=path)
@@ -134,7 +133,7 @@ class Tile:
 
 
 # Fields of a Problem that fuse more with the norm than its own arithmetic.
-_FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "round_x_hat")
+_FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "round_x_hat")
 _FUSED += ("recomputed", "amax", "load", "store")
 
 DIRECTIONS = ("forward", "backward")
@@ -203,9 +202,7 @@ class Problem:
 
     x: the row that is normalised. Forward it may be a sum, formed in this dtype.
     layout: of all tensors together.
-    y: the result. Forward without it computes only the statistics. Backward with it computes x_hat
-    from y instead of x; x is then the dtype of the arithmetic.
-    y_weight, y_bias: the parameters that produced that y.
+    y: the result. Forward without it computes only the statistics.
     dy, dx, dweight, dbias: backward only; None for a gradient that is not wanted.
     residual: forward, whether a residual of x's dtype is added and the sum stored.
     dsum: backward, the gradient that is added to dx.
@@ -213,7 +210,6 @@ class Problem:
     residual_dtype: what is added to the input.
     row_scale, dropout: factors of the input; backward, of dx.
     dresidual: the gradient of the sum itself; None if it is not wanted or is the same tensor as dx.
-    y1, weight1, bias1: the second output of forward.
     round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
     scaling: where the scales of an 8-bit y come from, one of SCALINGS.
     amax: whether the amax of y is recorded beside a given scale.
@@ -243,12 +239,7 @@ class Problem:
     row_scale: str | None = None
     dropout: bool = False
     dresidual: str | None = None
-    y1: str | None = None
-    weight1: str | None = None
-    bias1: str | None = None
     round_x_hat: str | None = None
-    y_weight: str | None = None
-    y_bias: str | None = None
     scaling: str | None = None
     amax: bool = False
     recomputed: str | None = None
@@ -279,7 +270,7 @@ class Problem:
 
         16 bytes of the narrowest streamed tensor (8-bit ones aside), or what the layout allows.
         """
-        streamed = {self.x, self.y, self.y1, self.dy, self.dx, self.dresidual}
+        streamed = {self.x, self.y, self.dy, self.dx, self.dresidual}
         streamed |= {self.input, self.residual_dtype, self.recomputed}
         streamed |= {each.source for each in (self.load, self.store) if each}
         narrowest = min(DTYPES[name].itemsize for name in streamed if name in DTYPES)
@@ -294,10 +285,9 @@ class Problem:
 
     @cached_property
     def extras(self) -> frozenset[str]:
-        """Words for what is fused with the norm: names of fields, "by_y" for backward from y,
-        "wide" for parameters of a wider dtype than x, and the scaling."""
+        """Words for what is fused with the norm: names of fields, "wide" for
+        parameters of a wider dtype than x, and the scaling."""
         words = {name for name in _FUSED if getattr(self, name)}
-        words |= {"by_y"} if self.y and not self.forward else set()
         words |= {"wide"} if self.has_wide_parameters else set()
         return frozenset(words | ({self.scaling} if self.scaling else set()))
 
@@ -318,9 +308,9 @@ class Problem:
     @property
     def bytes_per_row(self) -> int:
         """Bytes that every implementation must move for a row: each streamed tensor once."""
-        streamed = [self.x, self.y, self.y1]
+        streamed = [self.x, self.y]
         if not self.forward:
-            streamed = [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
+            streamed = [self.x, self.dy, self.dx, self.dsum, self.dresidual]
         if self.load and self.load.source:
             streamed[0] = self.load.source
         if self.store and not self.forward:
@@ -338,7 +328,7 @@ def ceil_div(value: int, step: int) -> int:
 
 
 def cols_of_slice(problem: Problem, tile: Tile) -> int:
-    """The most columns that one block of a cluster owns, as divided by slice() in slice.cuh."""
+    """The most columns of a block of a cluster, as slice() in register_cols.cuh divides them."""
     step = 8 if tile.cluster_size > 1 else 1
     packs = ceil_div(problem.num_cols, tile.pack_size)
     return ceil_div(packs, tile.cluster_size * step) * step * tile.pack_size

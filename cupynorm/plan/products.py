@@ -10,7 +10,7 @@ from .devices import Device
 from .instances import Kernel, Launch, cpp_bool, cpp_name, cpp_names
 from .problem import Tile, ceil_div
 
-# The integers of cuda_src/product/product_memory.cuh.
+# The integers of cuda_src/product/product_tiles.cuh.
 BLOCK_ROWS, BLOCK_COLS, STEP_COLS = 128, 256, 64
 _THREADS, _NUM_STAGES = 3 * 128, 4
 _STAGE_BYTES = (BLOCK_ROWS + BLOCK_COLS) * STEP_COLS * 2
@@ -56,7 +56,7 @@ class NormLinearProblem(NamedTuple):
 def rows_words(
     addresses: tuple[int, ...], problem: NormLinearProblem, eps: float
 ) -> tuple[int | float, ...]:
-    """The struct NormLinearRows of cuda_src/product/normalized_packs.cuh.
+    """The first members of struct NormLinearFew of cuda_src/norm_linear_few.cu.
 
     addresses: of x, residual, sum, bias, norm_weight, norm_bias, y, mean and rstd; 0 for those
     absent.

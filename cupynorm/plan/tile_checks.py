@@ -130,27 +130,21 @@ def _check_exact(problem: Problem, tile: Tile, in_registers: bool) -> None:
 
 
 def _check_stages(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
-    """The stages of paths "staged" and "ring"."""
-    strategies = ("block",) if tile.path == "staged" else ("block", "cluster")
-    is_counted = tile.stages >= 1 + (tile.rows_per_block > 1) and tile.packs_per_thread
-    if tile.stages and not (is_counted and strategy in strategies):
+    """The stages of path "ring"."""
+    fewest = 2 if problem.forward or tile.rows_per_block > 1 else 1
+    is_counted = tile.stages >= fewest and tile.packs_per_thread
+    if tile.stages and not (is_counted and strategy in ("block", "cluster")):
         raise ValueError(
             f"tile has stages {tile.stages}, rows_per_block {tile.rows_per_block}, "
             f"packs_per_thread {tile.packs_per_thread}; expected 2 or more stages of a ring, "
             "or backward 1 for one row a block, and 1 or more packs, with strategy 'block' or "
-            "'cluster'; forward, 1 stage with 'block' and one row a block"
+            "'cluster'"
         )
-    is_small = tile.pack_size * problem.itemsize < 16
-    if tile.path == "staged" and (problem.residual or is_small):
-        raise ValueError(
-            f"tile has stages 1 and pack_size {tile.pack_size}; forward, 1 stage takes packs of "
-            "16 bytes or more and no residual"
-        )
-    if tile.path in ("ring", "staged") and not can_ring(problem, device):
+    if tile.path == "ring" and not can_ring(problem, device):
         raise ValueError(
             f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for "
             "the copy engine, and neither residual_dtype nor dropout nor row_scale nor "
-            "memory_efficient nor load nor, backward, store"
+            "load nor, backward, store"
         )
 
 
@@ -161,18 +155,16 @@ def check_path(strategy: str, tile: Tile) -> None:
         raise ValueError(
             f"tile has path {tile.path!r}; expected one of {paths} for strategy {strategy!r}"
         )
-    if tile.stages and tile.path not in ("staged", "ring", "bundle"):
+    if tile.stages and tile.path not in ("ring", "bundle"):
         raise ValueError(f"tile has stages {tile.stages}; expected 0: path {tile.path!r} has none")
-    if not tile.stages and tile.path in ("staged", "ring", "bundle"):
+    if not tile.stages and tile.path in ("ring", "bundle"):
         raise ValueError(f"tile has path {tile.path!r} and stages 0; expected 1 or more stages")
     if tile.bundle and tile.path != "bundle":
         raise ValueError(f"tile has bundle {tile.bundle}; expected 0: path {tile.path!r} has none")
-    by_counts = [
-        replace(tile, path=None).of_strategy(strategy, each).path for each in (True, False)
-    ]
-    if tile.path not in by_counts:
+    by_counts = replace(tile, path=None).of_strategy(strategy).path
+    if tile.path != by_counts:
         raise ValueError(
-            f"tile has path {tile.path!r}; expected {by_counts[0]!r}, which its counts describe"
+            f"tile has path {tile.path!r}; expected {by_counts!r}, which its counts describe"
         )
 
 

@@ -81,8 +81,6 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
         sums_of = 0 if problem.forward or tile.block_size == 32 else tile.block_size // 32
         return 2 * sums_of * problem.num_cols * compute_bytes
     scratch = reduce_bytes(problem, tile.threads_per_row, tile.cluster_size)
-    if tile.path == "staged":  # StagedRow in cuda_src/rows/staged_row.cuh
-        return scratch + ceil_div(tile.cols * itemsize, 16) * 16 + 16
     if tile.path != "smem":
         return scratch
     slice_cols = cols_of_slice(problem, tile)
@@ -137,7 +135,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
             words.add("exact")
     fixed, each = _registers_of_words(kind, frozenset(words))
     # Forward, threads of rings and bundles keep their parameters, as do those that load them early.
-    kept = [problem.weight, problem.bias, problem.weight1, problem.bias1]
+    kept = [problem.weight, problem.bias]
     sizes = [DTYPES[name].itemsize for name in kept if name]
     if kind == "forward ring" or tile.early:
         each += sum(max(size, 4) if tile.pack_size == 1 else size for size in sizes) / 4

@@ -55,8 +55,6 @@ class Recorder(CpuMachine):
         place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
         if tile.bundle:
             place = f"bundles, {tile.threads_per_row} lanes a row"
-        elif tile.stages == 1 and launch.kernel.source.startswith("forward"):
-            place = "registers, staged"
         elif tile.stages:
             dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
             place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
@@ -98,7 +96,6 @@ def test_all_kernels_and_paths_of_rows_are_covered():
         "backward_parameters",
     ):
         expected.add((f"{source}.cu", "shared memory or nowhere"))
-    expected.add(("forward_block.cu", "registers, staged"))
     expected.add(("backward_few.cu", "registers"))
     expected |= {
         ("backward_few.cu", f"ring of __nv_bfloat16, {size} blocks a row") for size in (1, 2)
@@ -116,13 +113,12 @@ def test_all_kernels_and_paths_of_rows_are_covered():
     for name in STRATEGIES:
         assert {
             functor for source, functor in recorder.functors if source == f"forward_{name}.cu"
-        } == {"Load", "ResidualLoad", "SumLoad", "Store", "TwoStores"}
+        } == {"Load", "ResidualLoad", "SumLoad", "Store"}
         assert {
             functor for source, functor in recorder.functors if source == f"backward_{name}.cu"
         } == {
             "Load",
             "LoadParameter",
-            "LoadXHat",
             "DxStore",
             "SplitStore",
             "RecomputingStore",
@@ -187,7 +183,6 @@ def test_all_scalings_and_sources_of_8_bits_are_covered():
             for each in ("given", "tensor")
         }
         assert places >= {("shared memory or nowhere", each) for each in SCALINGS}
-        assert name == "cluster" or places >= {("registers, staged", each) for each in SCALINGS}
     assert {each.scaling for each in matrices()} == {"given", "tensor"}
     packs = {
         name: {pack for source, pack in recorder.sources if source == name}

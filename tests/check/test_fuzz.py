@@ -278,20 +278,6 @@ def test_the_smallest_call_keeps_only_what_matters():
     )
 
 
-def test_the_smallest_call_could_have_been_drawn():
-    """Without residual_dtype y and the sum would have different arithmetic, which is refused."""
-    case = Case("rms_norm", 4, 8, "float32", "float64", residual_dtype="float64")
-    drawn = Draw(replace(case, memory_efficient=True), layouts={"x": "gap"}, route="autograd")
-    tried = []
-
-    def fails(simpler: Draw) -> bool:
-        tried.append(simpler)
-        return simpler.case.num_rows > 2
-
-    assert smallest(drawn, fails, seconds=10) == Draw(Case("rms_norm", 3, 1, "float32"))
-    assert all(possible(each) == each for each in tried)
-
-
 @pytest.mark.parametrize("how", [None, How("float8_e5m2", "tensor", power_of_two=True)])
 def test_three_lines_of_python_make_the_call_again(how, capsys):
     case = replace(PLAIN.case, strategy="warp", tile=Tile(4, 8, 3, rows_per_block=4))

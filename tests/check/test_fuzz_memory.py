@@ -20,7 +20,7 @@ from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import launch
 from cupynorm.plan.devices import DEVICES
 
-PLAIN = Draw(Case("layer_norm", 5, 96, "float32", weight1="bfloat16", dropout_p=0.1), seed=7)
+PLAIN = Draw(Case("layer_norm", 5, 96, "float32", dropout_p=0.1), seed=7)
 
 
 def aligned(num_bytes: int) -> np.ndarray:
@@ -116,7 +116,7 @@ def test_a_call_begins_after_the_copies_of_one_that_an_error_ended(make):
 
 
 def test_kernels_to_8_bits_run_in_one_memory(make):
-    drawn = replace(PLAIN, case=replace(PLAIN.case, weight1=None), how=How("float8_e5m2", "row"))
+    drawn = replace(PLAIN, how=How("float8_e5m2", "row"))
     assert judge.complaints(drawn, make()) == []
 
 
@@ -206,7 +206,7 @@ def test_operands_have_their_values_and_are_watched(make, monkeypatch, layout, r
 @pytest.mark.parametrize("route", ["torch", "autograd", "cupy"])
 def test_public_calls_are_started_and_judged(make, monkeypatch, route, seed):
     """Here by the float64 reference, on tensors of the host."""
-    case = Case("layer_norm", 5, 96, "float32", residual=True, dsum=True, weight1="float16")
+    case = Case("layer_norm", 5, 96, "float32", residual=True, dsum=True)
     drawn, where = public_call(route, case, monkeypatch, seed=seed)
     started = []
     right = calls._PublicCall.run

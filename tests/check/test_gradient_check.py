@@ -123,19 +123,16 @@ def test_infinity_is_right_from_where_numbers_round_to_it():
         assert errors_of(np.full(5, infinity), np.sign(infinity) * expected, allowed)[1].all()
 
 
-@pytest.mark.parametrize("memory_efficient", [False, True])
-def test_the_gradients_of_float64_rows_with_a_large_mean_are_exact(memory_efficient):
+def test_the_gradients_of_float64_rows_with_a_large_mean_are_exact():
     """The mean, 2^27 + 1.5 * 2^-25, lies between two float64 numbers. x_hat is -1 and 1."""
-    case = Case("layer_norm", 1, 2, "float64", eps=0.0, memory_efficient=memory_efficient)
+    case = Case("layer_norm", 1, 2, "float64", eps=0.0)
     problem = random_problem(case)
     problem.x = 2.0**27 + np.array([[0.0, 3 * 2.0**-25]])
-    (dweight, allowed), (dx, _) = (expect(problem)[name] for name in ("dweight", "dx"))
+    (dweight, _), (dx, _) = (expect(problem)[name] for name in ("dweight", "dx"))
     np.testing.assert_array_equal(dweight, problem.dy[0] * [-1, 1])
     # Two elements have no freedom left: dx is 0, but for the rounding of three numbers.
     rstd = 2.0**25 / 1.5
     assert np.abs(dx).max() < rstd * np.abs(problem.dy * problem.weight).max() * 2.0**-51
-    if memory_efficient:  # x_hat comes from y
-        assert (allowed < 2.0**-45).all()
 
 
 def test_the_bound_of_a_narrow_y_is_hardly_more_than_half_an_ulp():

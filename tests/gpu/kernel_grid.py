@@ -111,7 +111,6 @@ BUNDLE_PROBLEMS = [
 ]
 # Fused options: a float32 sum of 16-bit inputs, and dropout, which needs the most registers.
 DROPS = {"row_scale": "float32", "dropout": True}
-PARAMETERS = ("weight", "bias", "weight1", "bias1")
 BACKWARD = ("dy", "dx", "weight", "dweight", "dbias")
 
 
@@ -125,33 +124,15 @@ def _backward_of_sum(dtype: str, held: str, **options: object) -> dict:
     return {"direction": "backward", "x": held, "dsum": held, "dresidual": held} | named | options
 
 
-def _two_outputs(dtype: str, weight: str, residual: bool) -> dict:
-    outputs = {"x": dtype, "y": dtype, "y1": dtype}
-    return (
-        {"direction": "forward", "residual": residual} | outputs | dict.fromkeys(PARAMETERS, weight)
-    )
-
-
-def _backward_by_y(y: str, held: str, weight: str) -> dict:
-    named = dict.fromkeys(("y_weight", "y_bias", "weight", "dweight", "dbias"), weight)
-    return {"direction": "backward", "x": held} | dict.fromkeys(("y", "dy", "dx"), y) | named
-
-
 FUSED_PROBLEMS = [
     _forward_of_sum("bfloat16", "float32"),
     _forward_of_sum("bfloat16", "float32", **DROPS),
     _forward_of_sum("float16", "float16", **DROPS),
     _forward_of_sum("float64", "float64", **DROPS),
-    _two_outputs("bfloat16", "float32", True),
-    _two_outputs("bfloat16", "bfloat16", False),
-    _two_outputs("float32", "float32", False),
     _backward_of_sum("bfloat16", "float32"),
     _backward_of_sum("float16", "float32", **DROPS),
     _backward_of_sum("bfloat16", "bfloat16", **DROPS),
     _backward_of_sum("float64", "float64", **DROPS),
-    _backward_by_y("bfloat16", "float32", "float32"),
-    _backward_by_y("float16", "float32", "float16"),
-    _backward_by_y("float64", "float64", "float64"),
     {"direction": "forward"} | dict.fromkeys(("x", "y", "round_x_hat", "weight"), "float16"),
     # Statistics alone.
     {"direction": "forward", "x": "bfloat16"},

@@ -39,7 +39,6 @@ def _forward(generator: random.Random, fields: dict) -> dict:
         {"residual": True},
         {"residual": True},
         {"input": dtype, "residual_dtype": generator.choice([dtype, "float32"])},
-        {"y1": dtype, "weight1": fields["weight"], "bias1": fields["bias"]},
         {"y": generator.choice([E4M3, E5M2]), "scaling": generator.choice(SCALINGS)},
         {"y": E4M3, "scaling": generator.choice(SCALINGS), "residual": True},
     ]

@@ -36,13 +36,6 @@ RING = layer_norm(24, 4 * 470, "float32", strategy="block", tile=Tile(4, 96, 5, 
 CLUSTER_RING = layer_norm(
     12, 4 * 210, "float32", strategy="cluster", tile=Tile(4, 64, 1, cluster_size=4, stages=3)
 )
-STAGED = layer_norm(
-    41,
-    2 * 256,
-    "bfloat16",
-    strategy="block",
-    tile=Tile(8, 32, 2, exact=1, blocks_per_sm=2, stages=1),
-)
 GROUP_RING = layer_norm(
     23, 4 * 110, "float32", strategy="block", tile=Tile(4, 64, 2, rows_per_block=3, stages=2)
 )
@@ -60,8 +53,6 @@ SUM = layer_norm(
     dropout_p=0.3,
     dsum=True,
 )
-TWO = Case("rms_norm", 5, 40, "bfloat16", strategy="warp", weight1="float32", bias1="bfloat16")
-BY_Y = layer_norm(5, 40, "float32", strategy="warp", memory_efficient=True)
 AGAIN = layer_norm(5, 37, "float32", strategy="warp", recompute=True)
 AGAIN_IN_RING = layer_norm(
     24, 4 * 470, "float32", strategy="block", tile=Tile(4, 96, 5, stages=3), recompute=True

@@ -28,12 +28,12 @@ def ring_mutations() -> dict[str, Mutation]:
             "num_buffers = 3;",
         ),
         "ring whose broadcasts are not waited for": (
-            "broadcast.cuh",
+            "ring_statistics.cuh",
             "bulk_wait(barriers + buffer, turn / 2);",
             "",
         ),
         "ring whose broadcasts are waited for with one parity": (
-            "broadcast.cuh",
+            "ring_statistics.cuh",
             "bulk_wait(barriers + buffer, turn / 2);",
             "bulk_wait(barriers + buffer, 0);",
         ),
@@ -125,7 +125,7 @@ def ring_mutations() -> dict[str, Mutation]:
             "(of, 0)",
         ),
         "ring that adds x to x": (
-            "forward_ring_streams.cuh",
+            "forward_ring.cuh",
             "(of, RingPart<tile, Held>::most_bytes)",
             "(of, 0)",
         ),
@@ -161,7 +161,7 @@ def ring_mutations() -> dict[str, Mutation]:
             "exchange.cuh", "smem + Shape::group() * group_bytes", "smem", GROUP_RING
         ),
         "ring of several rows a block that add up their sums at once": Mutation(
-            "backward_ring_sums.cuh",
+            "backward_ring.cuh",
             "    __syncthreads();\n    if (Shape::group() + kept",
             "    if (Shape::group() + kept",
             GROUP_RING,

@@ -197,22 +197,14 @@ def same_as_contiguous(library, call, tensors: dict) -> None:
 
 
 @pytest.mark.parametrize("layout", ["gap", "misaligned", "broadcast", "reversed"])
-@pytest.mark.parametrize("counts", [(1, 512), (8, 32, 4, 1, 1, 1, 0, 1)], ids=["smem", "staged"])
-def test_x_in_another_layout_on_paths_that_dispatch_rarely_takes(counts, layout, library):
-    """One pack_size for all layouts of smem. Staged rows start on 16 bytes, or are refused."""
-    tile = cupynorm.Tile(*counts)
+def test_x_in_another_layout_on_a_path_that_dispatch_rarely_takes(layout, library):
+    """smem: one pack_size for all layouts."""
+    tile = cupynorm.Tile(1, 512)
 
     def call(x):
         return (cupynorm.layer_norm(x, 1000, strategy="block", tile=tile),)
 
-    tensors = drawn(1000, library, {"x": layout})
-    if tile.pack_size > 1 and layout == "misaligned":
-        with pytest.raises(
-            ValueError, match="tile has pack_size 8; expected a power of two up to 1,"
-        ):
-            call(**tensors)
-        return
-    same_as_contiguous(library, call, tensors)
+    same_as_contiguous(library, call, drawn(1000, library, {"x": layout}))
 
 
 @pytest.mark.parametrize("scale", ["row", "block"])
@@ -235,19 +227,4 @@ def test_a_sum_with_row_scale_and_a_wider_residual_in_other_layouts(x, residual,
         return cupynorm.layer_norm(x, 640, residual=residual, **options)
 
     tensors = drawn(640, library, {"x": x, "residual": residual}, residual="float32")
-    same_as_contiguous(library, call, tensors)
-
-
-@pytest.mark.parametrize("y,dy", [("gap", "reversed"), ("misaligned", "gap")])
-def test_backward_from_y_in_other_layouts(y, dy, library):
-    """memory_efficient: the tensor that backward reads in place of x is y."""
-    weight = library.linspace(0.5, 2, 640, dtype="float16")
-    made = cupynorm.layer_norm_forward(drawn(640, library, {"x": "contiguous"})["x"], weight)
-
-    def call(y, dy):
-        options = {"weight": weight, "memory_efficient": True}
-        return tuple(cupynorm.layer_norm_backward(dy, y, made.mean, made.rstd, **options))[:2]
-
-    tensors = drawn(640, library, {"dy": dy})
-    tensors["y"] = lay_out(library, as_numpy(made.y), y)
     same_as_contiguous(library, call, tensors)

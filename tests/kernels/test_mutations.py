@@ -13,15 +13,12 @@ from mutated_cases import (
     BUNDLE_1,
     BUNDLE_32,
     BUNDLE_FEW,
-    BY_Y,
     CLUSTER,
     FEW,
     ODD,
     SHARED,
     SHARED_CLUSTER,
-    STAGED,
     SUM,
-    TWO,
     UNCACHED,
     WARP,
     Mutation,
@@ -198,10 +195,10 @@ MUTATIONS = {
         "bundle.cuh", "(part_rows), left)", "(part_rows), left - 1)", BUNDLE_32
     ),
     "bundle whose parts are all the first": Mutation(
-        "bundle_stream.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE
+        "bundle.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE
     ),
     "bundle whose ends are not written": Mutation(
-        "result_image.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE
+        "bundle.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE
     ),
     "bundle whose results take the place of what is still to read": Mutation(
         "forward_bundle.cuh",
@@ -238,12 +235,6 @@ MUTATIONS = {
     "a gradient that is not scaled": Mutation(
         "backward_stores.cuh", "    factor.multiply(row, col, split, present);\n", "", SUM
     ),
-    "a second output with the first's weights": Mutation(
-        "two_stores.cuh",
-        "second.store(row, col, values, kept.second",
-        "first.store(row, col, values, kept.first",
-        TWO,
-    ),
     "y again of the first columns' biases": Mutation(
         "register_gradient.cuh",
         "load(rows.col_or_first(pack), biases)",
@@ -271,35 +262,8 @@ MUTATIONS = {
         "parameters",
         AGAIN_IN_RING,
     ),
-    "x_hat with the bias in it": Mutation(
-        "x_hat_load.cuh", "(values[at] - biases[at]) / divisor", "values[at] / divisor", BY_Y
-    ),
-    "x_hat that is normalised again": Mutation(
-        "backward.cuh", "if constexpr (normalized) return x;", "", BY_Y
-    ),
-    "a staged row that is not waited for": Mutation(
-        "staged_row.cuh", "bulk_wait(barrier, turn++);", "turn++;", STAGED
-    ),
-    "a staged row that is waited for with one parity": Mutation(
-        "staged_row.cuh", "bulk_wait(barrier, turn++);", "bulk_wait(barrier, 0);", STAGED
-    ),
-    "a staged row that another block has": Mutation(
-        "forward_block.cu",
-        "staged.fetch(call.load, row + turns.step,",
-        "staged.fetch(call.load, row + 1,",
-        STAGED,
-    ),
-    "a last row that first blocks leave out": Mutation(
-        "turns.cuh", "min(shared_out, num_rows)", "min(shared_out - 1, num_rows)", STAGED
-    ),
-    "later blocks that begin a row late": Mutation(
-        "turns.cuh", "(is_first ? 0 : shared_out)", "(is_first ? 0 : shared_out + 1)", STAGED
-    ),
-    "later blocks that leave rows out": Mutation(
-        "turns.cuh", "num_blocks - num_first)", "num_blocks)", STAGED
-    ),
     "a cluster that leaves its last columns out": Mutation(
-        "slice.cuh",
+        "register_cols.cuh",
         "whole.first_col + last * step, whole.last_col)",
         "whole.first_col + last * step, whole.last_col - 2)",
         CLUSTER,

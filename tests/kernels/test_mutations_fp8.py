@@ -22,6 +22,7 @@ from cupynorm.plan.devices import DEVICES
 torch = pytest.importorskip("torch")
 import float8_bytes as bytes_of  # noqa: E402  (imports torch)
 import test_fp8 as of_recipes  # noqa: E402
+import test_quantized as of_rows  # noqa: E402
 import test_quantized_matrices as of_quantized  # noqa: E402
 import test_reduce_matrix as of_matrices  # noqa: E402
 
@@ -54,6 +55,9 @@ CHECKS = {
     "powers of two": partial(rows, "row", power_of_two=True),
     "ring": partial(rows, "row", IN_A_RING),
     "ahead": partial(rows, "row", FETCHING_AHEAD),
+    "shared out": partial(
+        of_rows.test_bytes_of_rows_left_to_later_blocks, *of_rows.SHARED_OUT["ahead"], "cpu"
+    ),
     "matrix": partial(
         of_quantized.test_bytes_of_a_matrix_and_its_transposed_copy,
         (130, 257),
@@ -133,13 +137,19 @@ the same row fetched again | forward_block.cu | ahead
   min(row + turns.step, call.num_rows - 1)  =>  0
 a next row that another block has | forward_block.cu | ahead
   row + turns.step, call.num_rows  =>  row + 1, call.num_rows
+a last row that first blocks leave out | tile.cuh | shared out
+  min(shared_out, num_rows)  =>  min(shared_out - 1, num_rows)
+later blocks that begin a row late | tile.cuh | shared out
+  (is_first ? 0 : shared_out)  =>  (is_first ? 0 : shared_out + 1)
+later blocks that leave rows out | tile.cuh | shared out
+  num_blocks - num_first)  =>  num_blocks)
 numbers below 2^-126 that are flushed | quantize_sources.cuh | small numbers
   times_large(values[at], factor)  =>  values[at] * factor * 0.0f
 a matrix whose amax nobody finds | quantize_sources.cuh | matrix
   largest.add_pack(values);  =>
 a matrix whose own amax makes no scale | quantize_sources.cuh | own amax
   rule.scale_of(*amax, FormatOf<Y>::largest)  =>  1.0f
-sums that leave the last group of threads out | column_sums.cuh | sums
+sums that leave the last group of threads out | reduce.cuh | sums
   from < num_groups; ++from) sum +=  =>  from < num_groups - 1; ++from) sum +=
 a tensor whose step ends though it was not used | update_scales.cu | delayed scales
   if ((latest & 0x7fffffffu) == 0) return;  =>
@@ -157,7 +167,7 @@ the first steps of a long history alone | update_scales.cu | delayed scales
   first < num_steps; first += tile.block_size()  =>  first < min(num_steps, 1ll); first += num_steps
 rows that are left out | reduce_matrix.cu | sums of many rows
   row += Rows::step  =>  row += 9 * Rows::num_groups
-rows of the next slab, too | slab.cuh | sums of a matrix
+rows of the next slab, too | reduce_matrix.cu | sums of a matrix
   first_row + rows_of_slab  =>  first_row + 2 * rows_of_slab
 a matrix without its last slab | reduce_matrix.cu | amax of a matrix
   row < slab.end_row; row  =>  row < slab.end_row && slab.end_row < call.num_rows; row

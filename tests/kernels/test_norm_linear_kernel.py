@@ -134,7 +134,7 @@ def test_fold(machine, centered, zero_centered, absent):
 def test_plan_and_kernel_agree_on_shared_memory(tmp_path):
     folder = copy_of_sources(tmp_path / "cuda_src")
     (folder / "says.cu").write_text(
-        '#include "product_memory.cuh"\n'
+        '#include "product_tiles.cuh"\n'
         "template <int bytes>\n"
         "__global__ void says(const TensorMap) {\n"
         "  static_assert(sizeof(ProductMemory) == bytes);\n"
@@ -164,7 +164,7 @@ no wait for the last product | product_rows.cuh
   products_wait<0>();  =>
 sums of columns that are not there | row_statistics.cuh
   if (start + at * step + own < num_cols) row_sums  =>  row_sums
-results of the lane's other row | product_store.cuh
+results of the lane's other row | product_rows.cuh
   at % 2 * 2 + col % 2]  =>  (1 - at % 2) * 2 + col % 2]
 results wait for no tile after the last one | norm_linear.cu
   for (int part = 0; part < Results<T>::num_parts; ++part) write(part);  =>

@@ -10,7 +10,6 @@ from kernel_checks import check, forward_problem, identical, norm_and_cols
 
 from cupynorm.check import run
 from cupynorm.check.cases import NORMS, Case, random_problem
-from cupynorm.check.kernels import uses_welford
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES, decode, encode
@@ -125,67 +124,6 @@ def test_x_hat_is_rounded_first(dtype, strategy, where):
     assert rounded.tobytes() == expected.tobytes()
     once = run_kernels(replace(problem, case=replace(problem.case, round_x_hat=False)), where)["y"]
     assert 0.1 < (rounded != once).mean() < 0.6
-
-
-FROM_Y = {
-    "y": ("bfloat16", {}),
-    "y of another dtype": (
-        "float16",
-        {"y": "float32", "weight": "float32", "zero_centered_weight": True},
-    ),
-    "y of float64": ("float64", {"bias": "float32"}),
-    "y without parameters": ("float32", {"weight": None, "bias": None}),
-    "y, dropout and a second output": (
-        "bfloat16",
-        {
-            "residual": True,
-            "residual_dtype": "float32",
-            "dropout_p": 0.2,
-            "dsum": True,
-            "weight1": "float32",
-            "bias1": "float32",
-        },
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("what", FROM_Y)
-def test_backward_from_y(what, strategy, where):
-    """Weights near zero have the documented error in their column; other columns have none."""
-    dtype, options = FROM_Y[what]
-    name, num_cols = norm_and_cols(FROM_Y, what, strategy)
-    case = Case(name, 4, num_cols, dtype, strategy=strategy, memory_efficient=True, **options)
-    check(case, where)
-    if case.weight is not None:
-        problem = random_problem(case)
-        for col, weight in ((3, -1.5e-9), (7, 0.0), (11, 1e-4)):
-            problem.weight[col] = decode(
-                encode(np.array(weight - case.zero_centered_weight), case.dtype("weight")),
-                case.dtype("weight"),
-            )
-        results = run_kernels(problem, where)
-        result = CheckResult(
-            judge_all(problem, results, rounded_mean=uses_welford(case, where.device))
-        )
-        assert result.ok and np.isfinite(results["dx"]).all(), f"\n{result}"
-
-
-@pytest.mark.parametrize(
-    "strategy, num_cols, tile",
-    [
-        ("block", 1000, Tile(8, 64, packs_per_thread=2)),
-        ("cluster", 1000, Tile(8, 32, cluster_size=4)),
-        ("cluster", 999, Tile(1, 96, cluster_size=2)),
-    ],
-)
-def test_backward_from_y_with_explicit_tiles(strategy, num_cols, tile, where, tile_of_backward):
-    plans = tile_of_backward(tile)
-    check(
-        Case("layer_norm", 9, num_cols, "bfloat16", strategy=strategy, memory_efficient=True), where
-    )
-    assert plans[-1].tile == tile and "LoadXHat" in plans[-1].launches[0].kernel.name_expression
 
 
 @pytest.mark.slow

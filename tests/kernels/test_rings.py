@@ -34,31 +34,6 @@ def assert_same_in_other_orders(case, results):
         assert identical(results, others), f"seed {seed}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tile",
-    [Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3)],
-    ids=["block", "cluster"],
-)
-@pytest.mark.parametrize("weight1, bias1", [("bfloat16", "bfloat16"), (None, "float32")])
-def test_second_output_of_a_ring(weight1, bias1, tile, small, tile_of_backward):
-    tile_of_backward(tile)
-    num_rows, packs = rows_of_turns(small, tile, 4), 190 * tile.cluster_size
-    check(
-        ring_case(
-            "layer_norm",
-            num_rows,
-            "bfloat16",
-            packs,
-            tile,
-            weight1=weight1,
-            bias1=bias1,
-            residual=True,
-        ),
-        small,
-    )
-
-
 @pytest.mark.parametrize(
     "tile",
     [Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3)],

@@ -1,4 +1,4 @@
-"""Kernels that normalize a sum: residuals, dropout, scales of rows, second outputs."""
+"""Kernels that normalize a sum: residuals, dropout, scales of rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from kernel_rings import rows_of_turns
 
 from cupynorm import reference
 from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.plan import dispatch
 from cupynorm.plan.problem import Layout, Tile
-from cupynorm.plan.problem import Problem as DispatchProblem
 from cupynorm.plan.strategies import STRATEGIES
 
 
@@ -162,61 +160,3 @@ def test_dropout_of_all_or_nearly_none(p, kept, where):
     results = run_kernels(problem, where)
     assert (results["sum"] != 0).sum() == (results["dx"] != 0).sum() == kept
     assert np.isfinite(results["y"]).all()
-
-
-SECOND_OUTPUTS = {
-    "weights": ("bfloat16", {"weight1": "bfloat16"}),
-    "weights and biases": (
-        "float32",
-        {"weight1": "float32", "bias1": "float32", "zero_centered_weight": True},
-    ),
-    "other dtypes": (
-        "float16",
-        {"y": "float32", "weight": None, "bias": None, "weight1": "float64", "bias1": "bfloat16"},
-    ),
-    "a bias": ("float64", {"bias1": "float64", "dsum": True}),
-    "a sum": (
-        "bfloat16",
-        {
-            "weight1": "float32",
-            "residual": True,
-            "residual_dtype": "float32",
-            "dropout_p": 0.2,
-            "dsum": True,
-        },
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("what", SECOND_OUTPUTS)
-def test_second_output(what, strategy, where):
-    dtype, options = SECOND_OUTPUTS[what]
-    name, num_cols = norm_and_cols(SECOND_OUTPUTS, what, strategy)
-    case = Case(name, 4, num_cols, dtype, strategy=strategy, **options)
-    results = check(case, where)
-    # The same bits as in a call of its own on the CPU, whose compiler fuses nothing.
-    if not case.has_own_sum and isinstance(where, CpuMachine):
-        problem = random_problem(case)
-        alone = replace(case, weight=case.weight1, bias=case.bias1, weight1=None, bias1=None)
-        tile = dispatch.choose(two_output_problem(case), where.device, strategy).tile
-        alone = replace(
-            problem, case=replace(alone, tile=tile), weight=problem.weight1, bias=problem.bias1
-        )
-        assert run_kernels(alone, where)["y"].tobytes() == results["y1"].tobytes()
-
-
-def two_output_problem(case: Case) -> DispatchProblem:
-    """A forward without a residual and with two outputs."""
-    names = ("weight", "bias", "weight1", "bias1")
-    return DispatchProblem(
-        "forward",
-        case.norm == "layer_norm",
-        case.num_cols,
-        case.x,
-        y=case.dtype("y"),
-        y1=case.dtype("y"),
-        **{name: case.dtype(name) for name in names},
-        layout=Layout.of_new_arrays(case.num_cols),
-    )

@@ -245,11 +245,6 @@ def test_wrong_calls_are_refused():
         module(x, fp8_output=True)
     with fp8_autocast():
         for options, error, sentence in (
-            (
-                {"weight1": torch.ones(200)},
-                ValueError,
-                "a second weight or bias was given with out_dtype float8_e4m3fn",
-            ),
             ({"dropout_p": 2.0}, ValueError, "dropout_p is 2.0; expected a probability"),
             ({"residual_dtype": "int8"}, TypeError, "residual_dtype is 'int8'; expected one of"),
         ):

@@ -66,10 +66,6 @@ def with_scaled_rows(module, x, row_scale, **options):
     return rms_norm(module, x, row_scale=row_scale, return_residual=True, **options)
 
 
-def with_second_weight(module, x, **options):
-    return rms_norm(module, x, weight1=module.bias, bias1=module.weight, **options)
-
-
 def draw(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(len(shape) * shape[0])
     return torch.randn(shape, generator=generator)
@@ -83,7 +79,6 @@ CALLS = {
     "float64": (layer_norm, {}, (draw(5, 16).double(),)),
     "residual": (with_residual, {}, (draw(5, 16), draw(5, 16) + 2)),
     "row_scale": (with_scaled_rows, {"residual_dtype": torch.float64}, (draw(5, 16), draw(5))),
-    "second_weight": (with_second_weight, {}, (draw(5, 16),)),
     "round_x_hat": (rms_norm, {"round_x_hat": True}, (draw(5, 16).half(),)),
 }
 

@@ -61,7 +61,6 @@ FORWARDS = {
     "residual": lambda: norm(residual=tensor(4, 64)),
     "out": lambda: norm(out=tensor(4, 64)),
     "row_scale": lambda: norm(row_scale=tensor(4, dtype=torch.float32)),
-    "weight1": lambda: norm(weight1=tensor(64)),
     "eps": lambda: norm(eps=1e-6),
     "zero-centered": lambda: norm(zero_centered_weight=True),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ torch = pytest.importorskip("torch")
 
 from fused_cases import (  # noqa: E402
     CASES,
-    DEVICES_HERE,
     assert_right,
     numbers,
     options_of,
@@ -49,27 +47,20 @@ def test_results_and_gradients_are_within_bounds(what, device):
     )
     options = options_of(problem, put)
     leaves = {"dx": x, "dweight": weight} | ({} if bias is None else {"dbias": bias})
-    given = {f"d{name}": options[name] for name in ("residual", "weight1", "bias1")}
-    leaves |= {name: leaf.requires_grad_() for name, leaf in given.items() if leaf is not None}
-    y, *y1, added = getattr(cupynorm, case.norm)(
+    if options["residual"] is not None:
+        leaves["dresidual"] = options["residual"].requires_grad_()
+    y, added = getattr(cupynorm, case.norm)(
         x, case.num_cols, weight, bias=bias, eps=1e-5, return_residual=True, **options
     )
     assert arrays.dtype_name(y) == case.dtype("y") and arrays.dtype_name(added) == case.sum
-    assert [each.dtype for each in y1] == [y.dtype] * case.has_second
-    outputs, gradients = (
-        [y, *y1],
-        [
-            put(values, case.dtype("y"))
-            for values in (problem.dy, problem.dy1)[: 1 + case.has_second]
-        ],
-    )
+    outputs, gradients = [y], [put(problem.dy, case.dtype("y"))]
     if problem.dsum is not None:
         outputs, gradients = [*outputs, added], [*gradients, put(problem.dsum, case.sum)]
     made = dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), gradients)))
     assert [gradient.dtype for gradient in made.values()] == [
         leaf.dtype for leaf in leaves.values()
     ]
-    results = {"y": y, "sum": added, **dict(zip(["y1"], y1)), **made}
+    results = {"y": y, "sum": added, **made}
     if not case.has_own_sum and case.residual:  # one gradient for both
         assert torch.equal(results.pop("dresidual"), made["dx"])
     elif not case.has_own_sum:
@@ -98,34 +89,26 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     if problem.bias is not None:
         bias = put(problem.bias, case.dtype("bias"))
     options = options_of(problem, put)
-    by_y = {"memory_efficient": True, "bias": bias} if options.pop("memory_efficient") else {}
     forward = getattr(cupynorm, f"{case.norm}_forward")(
         put(problem.x, case.x), weight, bias, 1e-5, **options
     )
-    # memory_efficient alone does not change the forward.
-    assert isinstance(forward, cupynorm.Forward if what == "y alone" else cupynorm.FusedForward)
+    assert isinstance(forward, cupynorm.FusedForward)
     seed = getattr(forward, "dropout_seed", None)
     assert seed == (problem.dropout_seed if case.dropout_p else None)
     backward = getattr(cupynorm, f"{case.norm}_backward")(
         put(problem.dy, case.dtype("y")),
-        forward.y if by_y else forward.sum,
+        forward.sum,
         *forward[1 + (case.norm == "rms_norm") : 3],
         weight,
         zero_centered_weight=case.zero_centered_weight,
         dsum=None if problem.dsum is None else put(problem.dsum, case.sum),
-        gradients=cupynorm.FusedBackward._fields
-        if case.has_second
-        else cupynorm.FusedBackward._fields[:4],
+        gradients=cupynorm.FusedBackward._fields,
         dbias_dtype=case.dtype("bias"),
         dx_dtype=case.x,
         dresidual_dtype=case.added,
         row_scale=options["row_scale"],
         dropout_p=case.dropout_p,
         dropout_seed=seed,
-        dy1=put(problem.dy1, case.dtype("y")) if case.has_second else None,
-        weight1=options["weight1"],
-        dbias1_dtype=case.bias1,
-        **by_y,
     )
     assert isinstance(backward, cupynorm.FusedBackward)
     results = forward._asdict() | backward._asdict()
@@ -139,9 +122,8 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         del results["dresidual"]
     if not case.has_own_sum and not case.residual:
         del results["sum"]
-    for name in ("bias", "weight1", "bias1"):
-        if getattr(case, name) is None:
-            results.pop(f"d{name}", None)
+    if case.bias is None:
+        results.pop("dbias", None)
     assert_right(problem, results)
 
 
@@ -151,7 +133,7 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     [
         (what, wanted)
         for what in ("a stream of float32", "all", "a stream of the input's dtype")
-        for wanted in itertools.product((False, True), repeat=6 if CASES[what].has_second else 4)
+        for wanted in itertools.product((False, True), repeat=4)
         # These have all four states of every pair.
         if sum(wanted) in (0, 1, len(wanted) - 1, len(wanted))
     ],
@@ -159,9 +141,7 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
 def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
     problem = random_problem(CASES[what])
     case = problem.case
-    fields = cupynorm.FusedBackward._fields[: len(wanted)]
     options = options_of(problem, tensor)
-    del options["memory_efficient"]
     forward = cupynorm.layer_norm_forward(
         tensor(problem.x, case.x),
         tensor(problem.weight, case.dtype("weight")),
@@ -184,9 +164,6 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
             row_scale=options["row_scale"],
             dropout_p=case.dropout_p,
             dropout_seed=forward.dropout_seed,
-            dy1=tensor(problem.dy1, case.dtype("y")) if case.has_second else None,
-            weight1=options["weight1"],
-            dbias1_dtype=case.bias1,
         )
 
     names = [name for name, is_wanted in zip(cupynorm.FusedBackward._fields, wanted) if is_wanted]
@@ -196,7 +173,7 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
     assert_right(problem, judged | {"sum": forward.sum})
     # dx and dresidual are the same bits whether or not dweight and dbias are wanted.
     if made["dx"] is not None and made["dresidual"] is not None:
-        everything = gradients(fields)
+        everything = gradients(cupynorm.FusedBackward._fields)
         assert torch.equal(made["dx"], everything.dx) and torch.equal(
             made["dresidual"], everything.dresidual
         )
@@ -235,114 +212,6 @@ def test_x_hat_is_rounded_to_the_input_s_dtype(device):
             assert y.dtype == torch.bfloat16
             assert (y != (given * x_hat.bfloat16()).bfloat16()).double().mean() < 1e-3
         assert (y != cupynorm.rms_norm(x, 40, given, 1e-6)).double().mean() > 0.1
-
-
-def test_a_memory_efficient_call_saves_y_and_not_the_sum(device):
-    """Autograd saves y, which the next layer saves anyway, and neither the input nor the sum."""
-    x, residual = (torch.ones(4, 40, device=device, requires_grad=True) for _ in range(2))
-    weight = torch.ones(40, device=device, requires_grad=True)
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor.data_ptr())
-        return tensor
-
-    for memory_efficient in (False, True):
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y, added = cupynorm.layer_norm(
-                x,
-                40,
-                weight,
-                residual=residual,
-                return_residual=True,
-                residual_dtype="float64",
-                memory_efficient=memory_efficient,
-                out_dtype="float64",
-            )
-        assert (y.data_ptr() in kept) is memory_efficient and (
-            added.data_ptr() in kept
-        ) is not memory_efficient
-        assert x.data_ptr() not in kept
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_second", [False, True])
-def test_dx_of_a_memory_efficient_call_is_that_of_the_explicit_backward(has_second, kernels):
-    """To the bit, and not that of a backward from x."""
-    x = random(1000, 24, dtype=torch.float16).requires_grad_()
-    weight, bias, weight1, bias1 = (
-        random(24, dtype=torch.float16, seed=seed) for seed in (1, 2, 3, 4)
-    )
-    second = {"weight1": weight1, "bias1": bias1} if has_second else {}
-    made = cupynorm.layer_norm(
-        x, 24, weight, bias, memory_efficient=True, strategy="warp", **second
-    )
-    made = made if has_second else (made,)
-    dys = [random(1000, 24, dtype=torch.float16, seed=5 + at) for at in range(len(made))]
-    (dx,) = torch.autograd.grad(made, x, dys)
-    saved = cupynorm.layer_norm_forward(x.detach(), weight, bias, strategy="warp", **second)
-    assert torch.equal(saved.y, made[0])
-    options = {"strategy": "warp", "dx_dtype": torch.float16}
-    if has_second:
-        options |= {"dy1": dys[1], "weight1": weight1}
-    of_y, of_x = (
-        cupynorm.layer_norm_backward(
-            dys[0], kept, saved.mean, saved.rstd, weight, **options, **by_y
-        ).dx
-        for kept, by_y in ((saved.y, {"bias": bias, "memory_efficient": True}), (x.detach(), {}))
-    )
-    assert torch.equal(dx, of_y) and not torch.equal(dx, of_x)
-    sources = {each.kernel.source for each in kernels}
-    assert {"forward_warp.cu", "backward_warp.cu"} <= sources
-
-
-@pytest.mark.parametrize("device", DEVICES_HERE)
-def test_gradients_of_real_activations_with_a_tiny_weight_are_within_bounds(device):
-    """Gradients of a sentence encoder's LayerNorms, one of whose weights is -1.5e-9."""
-    from cupynorm.check import activations
-
-    smallest = 1.0
-    for layer in activations.shipped():
-        for dtype in ("float32", "bfloat16"):
-            problem = layer.problem("layer_norm", dtype)
-            case = replace(problem.case, memory_efficient=True)
-            problem = replace(problem, case=case)
-            smallest = min(smallest, np.abs(problem.weight).min())
-            leaves = [
-                tensor(getattr(problem, name), case.dtype(name), device).requires_grad_()
-                for name in ("x", "weight", "bias")
-            ]
-            y = cupynorm.layer_norm(
-                leaves[0], case.num_cols, *leaves[1:], case.eps, memory_efficient=True
-            )
-            made = torch.autograd.grad(y, leaves, tensor(problem.dy, case.dtype("y"), device))
-            assert_right(problem, {"y": y, **dict(zip(("dx", "dweight", "dbias"), made))})
-    assert smallest < 2e-9
-
-
-def test_gradients_of_the_second_output_alone_are_those_of_one_output(kernels):
-    """The gradient of y1 alone is bit for bit that of a call with weight1 as its weight."""
-    x, weight1, bias1 = (
-        random(*shape, dtype=torch.float32).requires_grad_() for shape in ((6, 40), (40,), (40,))
-    )
-    weight = random(40, dtype=torch.float32, seed=1).requires_grad_()
-    y, y1 = cupynorm.layer_norm(x, 40, weight, weight1=weight1, bias1=bias1)
-    alone = cupynorm.layer_norm(x, 40, weight1, bias1)
-    assert torch.equal(y1, alone) and torch.equal(y, cupynorm.layer_norm(x, 40, weight))
-    made = [
-        torch.autograd.grad((each**2).sum(), (x, weight1, bias1), retain_graph=True)
-        for each in (y1, alone)
-    ]
-    assert all(map(torch.equal, *made))
-    assert torch.autograd.grad(y1.sum(), weight, allow_unused=True, retain_graph=True) == (None,)
-    assert torch.autograd.grad(y.sum(), weight1, allow_unused=True, retain_graph=True) == (None,)
-    # One kernel computes both.
-    assert sum("TwoStores" in each.kernel.name_expression for each in kernels) == 1
-    both = torch.autograd.grad((y.sum() + y1.sum()), (x, weight, weight1), retain_graph=True)
-    assert torch.equal(
-        both[1], torch.autograd.grad(cupynorm.layer_norm(x, 40, weight).sum(), weight)[0]
-    )
 
 
 def test_strided_operands_give_the_results_of_contiguous_ones(kernels):

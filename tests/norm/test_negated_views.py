@@ -15,10 +15,8 @@ ROWS, COLS = 6, 40
 FORWARDS = {
     "plain": {},
     "residual": {"residual": (ROWS, COLS)},
-    "second": {"weight1": (COLS,), "bias1": (COLS,)},
     "row_scale": {"row_scale": (ROWS,), "residual": (ROWS, COLS)},
     "wide sum": {"residual": (ROWS, COLS), "residual_dtype": torch.float64},
-    "memory_efficient": {"memory_efficient": True},
 }
 
 

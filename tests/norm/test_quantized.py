@@ -171,10 +171,9 @@ def test_bytes_of_a_cluster_that_keeps_rows_in_registers(scaling, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols, exact", [(1024, 1), (1000, 0)])
-@pytest.mark.parametrize("stages", [0, 1], ids=["by their threads", "staged"])
-def test_bytes_of_rows_fetched_while_others_are_written(stages, num_cols, exact, scaling, device):
+def test_bytes_of_rows_fetched_while_others_are_written(num_cols, exact, scaling, device):
     """Several rows per block, whose number differs between blocks."""
-    tile = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=exact, stages=stages)
+    tile = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=exact)
     problem = Problem(
         "forward",
         True,
@@ -192,7 +191,7 @@ def test_bytes_of_rows_fetched_while_others_are_written(stages, num_cols, exact,
     )
     options = {"strategy": "block", "tile": tile, "sm_margin": GPUS["H200"].num_sms - 1}
     assert make_plan(problem, GPUS["H200"], 7, **options).launches[0].grid_size == 2
-    norm = ("layer_norm", "rms_norm")[(stages + exact + SCALES.index(scaling)) % 2]  # by turns
+    norm = ("layer_norm", "rms_norm")[(exact + SCALES.index(scaling)) % 2]  # by turns
     assert_exact(norm, x, scaling, weight=weight, **options)
 
 
@@ -204,12 +203,6 @@ SHARED_OUT = {
         cupynorm.Tile(8, 32, 2, blocks_per_sm=2, exact=1),
         1200,
         (264 + 72, 264, 4),
-    ),
-    "staged": (
-        "layer_norm",
-        cupynorm.Tile(8, 32, 2, blocks_per_sm=2, exact=1, stages=1),
-        1201,
-        (264 + 73, 264, 4),
     ),
     "ring": ("rms_norm", cupynorm.Tile(8, 64, 1, exact=1, stages=2), 700, (132 + 86, 132, 4)),
     "ring of a cluster": (

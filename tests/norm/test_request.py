@@ -22,7 +22,6 @@ from cupynorm.norm.request import (
     Margins,
     Options,
     Quantization,
-    SecondGradient,
     is_plain,
     makes_sum,
 )
@@ -49,7 +48,6 @@ EXAMPLES = [
     BackwardOperands(None, None, None, None),
     ForwardRequest(ForwardOperands(None), PLAIN),
     BackwardRequest(BackwardOperands(None, None, None, None), BackwardOptions(True, (8,))),
-    SecondGradient(None),
 ]
 by_type = pytest.mark.parametrize("value", EXAMPLES, ids=lambda value: type(value).__name__)
 
@@ -165,13 +163,11 @@ def test_checking_returns_a_plain_request_itself():
 
 
 def test_checking_brings_options_to_their_types():
-    given = PLAIN._replace(
-        dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1, memory_efficient=0
-    )
+    given = PLAIN._replace(dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1)
     _, options = with_checked_options(forward_request(options=given))
     assert options.dropout_p == 0.5 and type(options.dropout_p) is float
     assert options.residual_dtype == "float32"
-    assert options.round_x_hat is True and options.memory_efficient is False
+    assert options.round_x_hat is True
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
@@ -215,7 +211,7 @@ PRESENT = object()
     [
         ({}, {}, False),
         ({"weight": PRESENT, "bias": PRESENT}, {}, False),
-        ({"weight1": PRESENT}, {"memory_efficient": True}, False),
+        ({}, {"memory_efficient": True}, False),
         ({}, {"residual_dtype": "float16"}, False),
         ({}, {"out_dtype": "float32"}, False),
         ({}, {"residual_dtype": "float32"}, True),
@@ -236,8 +232,6 @@ def test_makes_sum_is_true_where_the_normalised_row_is_not_the_input(operands, o
         ({}, {"zero_centered_weight": True, "out_dtype": "float32"}, True),
         ({}, {"launch": Options("warp", sm_margin=3)}, True),
         ({"row_scale": PRESENT}, {}, False),
-        ({"weight1": PRESENT}, {}, False),
-        ({"bias1": PRESENT}, {}, False),
         ({}, {"residual_dtype": "float16"}, False),
         ({}, {"dropout_p": 0.25}, False),
         ({}, {"round_x_hat": True}, False),
@@ -309,10 +303,9 @@ def test_requests_of_different_options_have_their_own_prepared_calls(kernels, ch
         {"weight": torch.ones(8), "bias": torch.ones(8)},
         {"weight": torch.ones(8), "residual": torch.ones(3, 8)},
         {"weight": torch.ones(8), "row_scale": torch.ones(3)},
-        {"weight": torch.ones(8), "weight1": torch.ones(8)},
         {"weight": torch.ones(8), "out": torch.empty(3, 8)},
     ],
-    ids=["none", "dtype", "bias", "residual", "row_scale", "weight1", "out"],
+    ids=["none", "dtype", "bias", "residual", "row_scale", "out"],
 )
 def test_requests_of_different_operands_have_their_own_prepared_calls(kernels, operands):
     first = prepared_forward(weight=torch.ones(8))

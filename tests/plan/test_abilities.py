@@ -28,7 +28,6 @@ def test_problems_that_can_use_a_ring():
         forward(x="float32", residual=True),
         forward(weight="float64"),
         forward(**QUANTIZED),
-        forward(y1="bfloat16", weight1="bfloat16"),
         backward(),
         backward(dsum="bfloat16"),
         backward(recomputed="bfloat16", bias="bfloat16"),
@@ -47,9 +46,8 @@ def test_problems_that_can_use_a_ring():
         forward(row_scale="float32"),
         backward(dropout=True),
         backward(row_scale="float32"),
-        backward(x="float32", y="bfloat16"),
     ],
-    ids=["float64", "input", "dropout", "row_scale", "dropout of dx", "row_scale of dx", "by y"],
+    ids=["float64", "input", "dropout", "row_scale", "dropout of dx", "row_scale of dx"],
 )
 def test_problems_that_cannot_use_a_ring(problem):
     assert not can_ring(problem, H200)
@@ -76,7 +74,6 @@ def test_problems_that_can_use_bundles():
         forward(127, y="float32"),
         forward(127, y=None),
         forward(127, **QUANTIZED),
-        forward(127, y1="bfloat16"),
         forward(127, dropout=True),
         forward(127, row_scale="float32"),
         forward(127, **STREAM),
@@ -86,11 +83,10 @@ def test_problems_that_can_use_bundles():
         backward(127, dsum="float32"),
         backward(127, dresidual="bfloat16"),
         backward(127, recomputed="bfloat16"),
-        backward(127, "float32", y="float32"),
     ],
     ids=(
-        "float64,wide y,no y,8 bits,second output,dropout,row_scale,input,gaps,"
-        "wide dy,no dx,wide dsum,dresidual,recomputed,by y"
+        "float64,wide y,no y,8 bits,dropout,row_scale,input,gaps,"
+        "wide dy,no dx,wide dsum,dresidual,recomputed"
     ).split(","),
 )
 def test_problems_that_cannot_use_bundles(problem):

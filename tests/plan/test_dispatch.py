@@ -41,8 +41,6 @@ def test_tiles_of_blocks_that_fetch_the_next_row_early(scaling):
         (32768, False, 1),
     ):
         choice = chosen_to_8_bits(num_cols, scaling, centered=centered)
-        if choice.tile.path == "staged":
-            continue
         assert (
             choice.tile.blocks_per_sm == blocks
             and choice.tile.block_size * blocks == 512

@@ -156,7 +156,6 @@ def test_classes():
         ({"layout": Layout(2, contiguous=True)}, "4 bytes"),
         ({"y": "float32"}, None),
         ({"dropout": True}, None),
-        ({"y1": "bfloat16"}, None),
         ({"y": None}, "16 bytes"),
     ):
         assert class_of(replace(made, **changes)) == expected, changes

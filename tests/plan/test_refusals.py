@@ -96,13 +96,11 @@ warp WARP | blocks_per_sm 17
 block RING | pack_size 2, packs_per_thread 4 | dtype float64
   stages 2; a ring needs float32 arithmetic
 cluster CLUSTER_RING | stages 1
-  stages 1, rows_per_block 1, packs_per_thread 1; expected 2 or more stages .* 1 stage with 'block'
-block BLOCK | rows_per_block 2, stages 1
-  stages 1, rows_per_block 2, packs_per_thread 1; .* and one row a block
-block BLOCK | stages 1 | residual 1
-  stages 1 and pack_size 8; .* no residual
-block BLOCK | pack_size 4, packs_per_thread 2, stages 1
-  stages 1 and pack_size 4; .* packs of 16 bytes
+  stages 1, rows_per_block 1, packs_per_thread 1; expected 2 or more stages of a ring
+block RING | stages 1
+  stages 1, rows_per_block 1, packs_per_thread 1; expected 2 or more stages of a ring
+block RING | path staged
+  path 'staged'; expected one of registers, smem, ring for strategy 'block'
 block BLOCK | rows_per_block 2, stages 1 | direction backward
   stages 1, rows_per_block 2, packs_per_thread 1; .* backward 1 for one row a block
 block BLOCK | stages -1
@@ -148,7 +146,6 @@ def test_tiles_next_to_the_refused_ones_are_accepted():
         ("block", UNCACHED),
         ("block", RING),
         ("block", replace(RING, rows_per_block=2)),
-        ("block", replace(RING, stages=1)),
         ("cluster", CLUSTER_RING),
     ):
         choice = choose(problem, DEVICES["H200"], strategy, tile)

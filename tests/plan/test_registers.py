@@ -115,18 +115,16 @@ def test_registers_of_options():
     assert more(row_scale="float32") == 8
     assert more(input="bfloat16") == 16
     assert more(dropout=True) == 24
-    # A second pair of parameters: 32, and three quarters of each element.
-    assert more(y1="bfloat16", weight1="bfloat16") == 32 + 12
     # A second word for each element of float64, and a quarter of each besides.
     assert more(x="float64") == 2 * 16 * 1.25 - 16
 
 
 def test_every_line_of_registers_has_words_of_a_kernel():
     """A line whose words no problem, tile and device have together would never count."""
-    fused = {"residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "recomputed"}
+    fused = {"residual", "dsum", "input", "row_scale", "dropout", "dresidual", "recomputed"}
     fused |= {"load", "store"}
     of_tile = {"single", "small", "exact", "lanes", "one lane", "over 24", "over 32", "over 40"}
-    others = {"wide", "weight64", "by_y", "sm_80", "sm_100", "sm_120"}
+    others = {"wide", "weight64", "sm_80", "sm_100", "sm_120"}
     known = {*DTYPES, *SCALINGS, *fused, *of_tile, *others}
     for row in register_rows():
         direction, _, path = row["kind"].partition(" ")

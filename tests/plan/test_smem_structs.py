@@ -87,15 +87,6 @@ def reduction(tile: Tile, compute: str) -> str:
     return f"BlockReduce<{tile.threads_per_row}, {compute}>::smem_bytes"
 
 
-def staged(problem: Problem, tile: Tile) -> Layouts:
-    """The barrier takes 8 bytes; the total stays a multiple of 16."""
-    row = f"StagedRow<LoadOf<{cpp_of(problem.x)}>, {tile.cpp}>::slot_bytes"
-    barrier = "sizeof(unsigned long long)"
-    return Layouts(
-        problem, tile, "block", round_up(f"{reduction(tile, 'float')} + {row} + {barrier}")
-    )
-
-
 def in_smem(problem: Problem, tile: Tile) -> Layouts:
     """One row of forward; backward, slices of x and dy and of each sum of a gradient."""
     compute = DTYPES[problem.compute].cpp
@@ -127,7 +118,6 @@ PAIRS_RING = Tile(2, 64, 12, cluster_size=4, stages=3, path="ring")
 LANES = Tile(1, 8, 16, 8, stages=2, bundle=12, path="bundle")
 LONE_LANE = Tile(1, 1, 33, 64, stages=2, bundle=32, path="bundle")
 WHOLE_WARP = Tile(1, 32, 16, 2, stages=3, bundle=3, path="bundle")
-STAGED = Tile(8, 128, 7, stages=1, path="staged")
 SMEM = Tile(8, 512, path="smem")
 CLUSTER_SMEM = Tile(1, 512, cluster_size=4, path="smem")
 REGISTERS = Tile(8, 96, 2, path="registers")
@@ -166,8 +156,6 @@ LAYOUTS = {
     "backward bundles of few rows": bundles(
         backward(511), replace(WHOLE_WARP, bundle=1, stages=1, rows_per_block=8)
     ),
-    "staged": staged(forward(7160), STAGED),
-    "staged, float32": staged(forward(3580, "float32"), replace(STAGED, pack_size=4)),
     "row in shared memory": in_smem(forward(33336), SMEM),
     "row of float64 in shared memory": in_smem(
         forward(8006, "float64"), replace(SMEM, pack_size=2)
@@ -187,19 +175,14 @@ LAYOUTS = {
 
 SIZES = """
 #include "backward.cuh"
-#include "broadcast.cuh"
+#include "ring_statistics.cuh"
 #include "bundle.cuh"
 #include "cluster_reduce.cuh"
 #include "exchange.cuh"
 #include "forward.cuh"
 #include "ring.cuh"
 #include "ring_parameters.cuh"
-#include "staged_row.cuh"
 
-template <class T>
-struct LoadOf {
-  using Held = T;
-};
 struct Sizes {
   long long* sizes;
 };

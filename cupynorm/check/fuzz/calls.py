@@ -102,10 +102,7 @@ class _PublicCall:
             "bias": case.dtype("bias"),
             "residual": case.added,
             "row_scale": case.row_scale,
-            "weight1": case.weight1,
-            "bias1": case.bias1,
             "dy": case.dtype("dy"),
-            "dy1": y,
             "dsum": case.sum,
         }
         self._tensors = GuardedTensors(where, drawn.layouts)
@@ -178,8 +175,6 @@ class _PublicCall:
             "row_scale": operands["row_scale"],
             "dropout_p": case.dropout_p,
             "dropout_seed": self.problem.dropout_seed if case.dropout_p else None,
-            "weight1": operands["weight1"],
-            "bias1": operands["bias1"],
             "round_x_hat": case.round_x_hat,
             "statistics": case.statistics,
             **self._launch_options(),
@@ -194,8 +189,6 @@ class _PublicCall:
         results = {name: getattr(made, name) for name in ("y", "mean", "rstd")}
         if case.has_own_sum or operands["residual"] is not None:
             results["sum"] = made.sum
-        if case.has_second:
-            results["y1"] = made.y1
         return results | self._explicit_backward(made)
 
     def _explicit_backward(self, made: Any) -> dict[str, Any]:
@@ -203,7 +196,6 @@ class _PublicCall:
         names = ["dx", *(f"d{name}" for name in ("weight", "bias") if operands[name] is not None)]
         if case.has_own_sum and operands["residual"] is not None:
             names.append("dresidual")
-        names += [f"d{name}" for name in ("weight1", "bias1") if operands[name] is not None]
         options = {
             "zero_centered_weight": case.zero_centered_weight,
             "dsum": operands["dsum"],
@@ -215,26 +207,19 @@ class _PublicCall:
             **self._launch_options(),
             "tile": None,
         }
-        if case.has_own_sum or case.memory_efficient:
+        if case.has_own_sum:
             options |= {"dx_dtype": case.x, "dresidual_dtype": case.added}
-        if case.has_second:
-            options |= {"dy1": operands["dy1"], "weight1": operands["weight1"]}
-            options["dbias1_dtype"] = dtypes["bias1"]
-        x = made.sum
-        if case.memory_efficient:
-            x = made.y
-            options |= {"memory_efficient": True, "bias": operands["bias"]}
         statistics = (made.mean, made.rstd) if self.is_layer_norm else (made.rstd,)
         backward = (
             backwards.layer_norm_backward if self.is_layer_norm else backwards.rms_norm_backward
         )
-        found = backward(operands["dy"], x, *statistics, operands["weight"], **options)
+        found = backward(operands["dy"], made.sum, *statistics, operands["weight"], **options)
         return {name: getattr(found, name) for name in names}
 
     def _recorded(self) -> dict[str, Any]:
         """By layer_norm or rms_norm and torch's autograd."""
         case, operands, torch = self.case, self.operands, sys.modules["torch"]
-        given = ("x", "weight", "bias", "residual", "weight1", "bias1")
+        given = ("x", "weight", "bias", "residual")
         leaves = {
             name: operands[name].detach().requires_grad_()
             for name in given
@@ -242,15 +227,13 @@ class _PublicCall:
         }
         options = self._forward_options() | leaves | {"return_residual": True}
         x, weight, bias = options.pop("x"), options.pop("weight", None), options.pop("bias", None)
-        options["memory_efficient"] = case.memory_efficient
         norm = api.layer_norm
         if not self.is_layer_norm:
             norm, options["bias"] = api.rms_norm, bias
         affine = (weight, bias) if self.is_layer_norm else (weight,)
         made = norm(x, (case.num_cols,), *affine, eps=case.eps, **options)
-        results = dict(zip(("y", "y1", "sum") if case.has_second else ("y", "sum"), made))
+        results = dict(zip(("y", "sum"), made))
         upstream = {name: operands[f"d{name}"] for name in results}
-        upstream["y1"] = operands["dy1"]
         there = [name for name in results if upstream[name] is not None]
         gradients = torch.autograd.grad(
             [results[name] for name in there], list(leaves.values()), [upstream[n] for n in there]

@@ -38,7 +38,7 @@ VALUES = (
 # How a call is made: the kernels with their argument structs, or the public functions.
 ROUTES = ("kernels", "cupy", "torch", "autograd")
 OPERANDS = ("x", "residual", "dy", "dsum")  # those with rows
-PARAMETERS = ("weight", "bias", "weight1", "bias1", "row_scale")  # they may be misaligned
+PARAMETERS = ("weight", "bias", "row_scale")  # they may be misaligned
 OUTPUTS = ("y", "dx")  # of the kernels: rows with gaps between them, or misaligned
 # Calls in a row that use the same few kernels: a kernel takes as long to compile as forty calls.
 PER_CASE = {"gpu": 2048, "cpu": 128}
@@ -145,14 +145,7 @@ def possible(drawn: Draw) -> Draw:
         case, route = _quantizable(case), "kernels"
     if drawn.values in _NEED_EPS:
         case = replace(case, eps=1e-5)
-    # y must have the arithmetic of the sum.
-    wide = [name == "float64" for name in (case.sum, case.dtype("y"))]
-    from_y = case.memory_efficient and wide[0] == wide[1]
-    if drawn.values == "huge weights":  # y overflows, and nothing can be computed from it
-        from_y = False
-    case = replace(case, memory_efficient=from_y)
-    has_pass_over_y = route == "kernels" and not case.memory_efficient
-    case = replace(case, recompute=case.recompute and has_pass_over_y)
+    case = replace(case, recompute=case.recompute and route == "kernels")
     if route == "autograd":  # it has a sum only with a residual, and dy has the dtype of y
         case = replace(case, dsum=case.dsum and bool(case.residual), dy=None)
     unknown = {"kernels": "transposed", "torch": "reversed", "autograd": "reversed"}.get(route)
@@ -175,7 +168,7 @@ def _how(generator: random.Random) -> How:
 
 def _quantizable(case: Case) -> Case:
     """Without what an 8-bit y does not go with, and without backward."""
-    names = ("y", "weight1", "bias1", "round_x_hat", "memory_efficient", "recompute", "dsum", "dy")
+    names = ("y", "round_x_hat", "recompute", "dsum", "dy")
     return replace(case, **{name: Case.__dataclass_fields__[name].default for name in names})
 
 
@@ -225,21 +218,18 @@ def _case(generator: random.Random, least_cols: int, most_cols: int) -> Case:
 
 
 def _fused(generator: random.Random, case: Case) -> Case:
-    """Adds a sum of another dtype, dropout, a scale of each row, and second outputs."""
+    """Adds a sum of another dtype, dropout, and a scale of each row."""
     dtypes = list(DTYPES)
-    fused = replace(
+    return replace(
         case,
         residual=generator.choice([False, True, case.x]),
         residual_dtype=generator.choice([None, "float32", *dtypes]),
         row_scale=generator.choice([None, None, *dtypes]),
         dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
-        weight1=generator.choice([None, None, None, *dtypes]),
-        bias1=generator.choice([None, None, None, *dtypes]),
         round_x_hat=generator.random() < 0.3,
-        memory_efficient=generator.random() < 0.3,
         eps=generator.choice([1e-5, 1e-3]),
+        recompute=generator.random() < 0.3,
     )
-    return replace(fused, recompute=not fused.memory_efficient and generator.random() < 0.3)
 
 
 class _Pooled:

@@ -38,9 +38,8 @@ _OPERANDS_WITH_ROWS = (
     "residual",
     "row_scale",
     "dsum",
-    "dy1",
 )  # the operands with one row each
-_OUTPUTS_WITH_ROWS = ("y", "y1", "mean", "rstd", "sum", "dx", "dresidual", "recomputed")
+_OUTPUTS_WITH_ROWS = ("y", "mean", "rstd", "sum", "dx", "dresidual", "recomputed")
 
 
 _NOT_OF_AUTOGRAD = {"mean", "rstd"}
