@@ -424,8 +424,6 @@ def test_every_public_call_is_listed():
         "Backward",
         "FusedForward",
         "FusedBackward",
-        "ProjectedForward",
-        "ProjectedBackward",
     }
     others = {
         "Plan",

@@ -18,17 +18,10 @@ from torch.nn import functional
 from ..nn.dtypes import outside_autocast
 from ..norm.prepared import FOR_STATISTICS_ALONE, FOR_Y
 from . import few_rows, fold, kernels, one_kernel
-from .call import GRADIENTS, LinearBackwardCall, LinearCall, LinearOptions
+from .call import LinearCall, LinearOptions
 from .kernels import SavedNorm
 from .matrices import as_rows, split_like, sum_rows
 from .weight_gradients import WeightGradientSink, WeightProduct
-
-
-def project(call: LinearCall, normalized: Tensor) -> Tensor:
-    """y of a normalised tensor whose dtype is that of the parameters."""
-    _, _, _, _, (weight,), biases = call.operands
-    with torch.no_grad(), outside_autocast(normalized):
-        return functional.linear(normalized, weight, biases[0] if biases else None)
 
 
 def forward(
@@ -182,18 +175,3 @@ def _product(
         "the norm's bias": saved.norm_bias,
     }
     return WeightProduct(rows, make_normalized, reads=reads)
-
-
-def explicit_gradients(call: LinearBackwardCall) -> tuple[Tensor | None, ...]:
-    """dx, dnorm_weight, dnorm_bias, dweight, dbias outside autograd; None where not requested."""
-    x, weight = call.x, call.weight
-    norm = SavedNorm(x, call.mean, call.rstd, call.norm_weight, call.norm_bias)
-    # A column of weight has the shape and dtype of a bias.
-    saved = Saved(norm, call.normalized, weight, (weight,), (weight[:, 0],))
-    wants_input, *others = (name in call.gradients for name in GRADIENTS)
-    wanted = (wants_input, False, *others)
-    options = call.options._replace(dtype=x.dtype)
-    incoming = Incoming(call.dy, call.dnormalized, call.dsum)
-    with torch.no_grad(), outside_autocast(x):
-        results = gradients(options, saved, incoming, wanted)
-    return results[0], *results[2:]

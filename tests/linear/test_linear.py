@@ -44,6 +44,8 @@ pytestmark = pytest.mark.usefixtures("sums_in_float32")
         {"without": ("norm_bias", "bias")},
         {"zero_centered_weight": True, "norm_dtype": "float32"},
         {"residual": True, "dnormalized": True, "dsum": True},
+        {"without": ("norm_weight", "norm_bias"), "num_rows": 1, "in_features": 7},
+        {"num_rows": 3, "in_features": 1, "out_features": 1},
     ),
     ids=str,
 )
