@@ -64,6 +64,33 @@ def test_removed_names_say_what_to_do_instead(name):
         getattr(cupynorm, name)
 
 
+# Statement -> the sentence that says what to write instead.
+REMOVED_VALUES = {
+    "cupynorm.layer_norm_linear(ones, None, None, ones, fused='fold')": (
+        "ValueError: fused is 'fold', which was removed; expected None or 'plain', which are faster"
+    ),
+    "cupynorm.LayerNormLinear(2, 2, fused='fold', device='cpu')": (
+        "ValueError: fused is 'fold', which was removed; expected None or 'plain', which are faster"
+    ),
+    "cupynorm.layer_norm_linear(ones.numpy(), None, None, ones.numpy())": (
+        "TypeError: input is an ndarray; expected a torch tensor. For other arrays call "
+        "layer_norm, and multiply by weight.T with @"
+    ),
+    "cupynorm.rms_norm_linear(ones.numpy(), None, ones.numpy())": (
+        "TypeError: input is an ndarray; expected a torch tensor. For other arrays call rms_norm, "
+        "and multiply by weight.T with @"
+    ),
+}
+
+
+@pytest.mark.parametrize("statement", REMOVED_VALUES)
+def test_removed_values_say_what_to_write_instead(statement):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        exec(statement, {"cupynorm": cupynorm, "ones": torch.ones(2, 2)})
+    assert f"{raised.type.__name__}: {raised.value}" == REMOVED_VALUES[statement]
+
+
 def test_modules_load_on_first_use():
     """Docstrings and docs name functions of these modules after `import cupynorm` alone."""
     code = (

@@ -55,13 +55,11 @@ def layer_norm_linear(
         forward except for the last bits of its mean.
     fused: None takes one kernel for the norm and the product where it is measured to be faster and
         as exact, and keeps no memory for it: cupynorm.plan.product_choice.choose says why or why
-        not. "plain" takes a norm and a product after it. "fold": y = rstd *
-        (input folded^T) + folded_bias, with the norm's weight folded into the linear one. The
-        normalised tensor then never exists. Numerics: cupynorm.linear.fold.fold. Without gradients
-        the folded weight, as large as weight, is cached until a parameter changes:
-        cupynorm.linear.fold.cached_fold. "kernel" computes the same in one kernel, in
-        16 bits on a GPU of compute capability 9.0. Its limits: cupynorm.plan.products.why_not; for
-        few rows, that of few_products. Other calls take the plain path.
+        not. "plain" takes a norm and a product after it. "kernel" names the kernel, in 16 bits on a
+        GPU of compute capability 9.0. The normalised tensor then never exists. Its limits:
+        cupynorm.plan.products.why_not; for few rows, that of few_products. Other calls take the
+        plain path. Numerics: cupynorm.linear.one_kernel. Without gradients the folded weight, as
+        large as weight, is cached until a parameter changes: cupynorm.linear.fold.cached_fold.
 
     Returns y of shape (..., out_features), of input's dtype, or (y, normalized, sum) with those
     that were requested. It is differentiable in every tensor, any number of times. Under

@@ -10,7 +10,7 @@ from ..gpu import arrays
 from ..norm import checks, options
 from ..norm.request import Array, Options
 
-FUSED = (None, "plain", "fold", "kernel")
+FUSED = (None, "plain", "kernel")
 
 
 def is_fused(fused: str | None) -> bool:
@@ -26,10 +26,15 @@ def has_no_normalized(name: str, fused: str) -> str:
     )
 
 
-def expected_fused() -> str:
-    """The values of `fused`, for messages."""
-    *others, last = map(repr, FUSED)
-    return f"{', '.join(others)} or {last}"
+def check_fused(fused: object) -> None:
+    """Raises ValueError for what is none of FUSED."""
+    if fused == "fold":
+        raise ValueError(
+            "fused is 'fold', which was removed; expected None or 'plain', which are faster"
+        )
+    if fused not in FUSED:
+        *others, last = map(repr, FUSED)
+        raise ValueError(f"fused is {fused!r}; expected {', '.join(others)} or {last}")
 
 
 # Requests.
@@ -102,14 +107,12 @@ def check_eps(eps: object, dtype: str, *, centered: bool) -> float:
     return checks.check_eps(eps, dtype, has_default=not centered)
 
 
-def check(operands: Operands, fused: str | None = None, *, is_cast: bool = False) -> None:
+def check(operands: Operands, *, is_cast: bool = False) -> None:
     """Raises ValueError or TypeError for parameters that do not fit the input.
 
     is_cast: whether the parameters of the linear layer may have a dtype other than the input's, as
         under torch.autocast. A bias still needs the dtype of its weight.
     """
-    if fused not in FUSED:
-        raise ValueError(f"fused is {fused!r}; expected {expected_fused()}")
     input, _, norm_weight, norm_bias, weights, biases = operands
     shape = tuple(input.shape)
     if not shape:

@@ -59,9 +59,8 @@ def _forward_fused(
     options, sharding, input = products.options, products.sharding, operands.input
     own, call, folded = as_rows(input), LinearCall(operands, options), products.folded
     gathering = sharding.gather_input(own)
-    make = None if folded else one_kernel.folds(call)
-    if make is not None:
-        folded = make(call)
+    if folded is None and one_kernel.keeps_fold(call):
+        folded = one_kernel.fold(call)
     rows = gathering.wait()
     weight, bias = join(operands.weights), join(operands.biases)
     call = LinearCall(operands._replace(input=rows), options)

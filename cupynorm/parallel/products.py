@@ -17,9 +17,9 @@ from torch.nn import functional
 from ..gpu import arrays
 from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
-from ..linear.fold import Folded
 from ..linear.fp8 import QuantizedCall, call_of_backward
 from ..linear.matrices import join, split_like, sum_rows
+from ..linear.one_kernel import Folded
 from ..linear.quantizers import transposed_factor
 from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization

@@ -203,8 +203,8 @@ class Problem:
 
     x: the row that is normalised. Forward it may be a sum, formed in this dtype.
     layout: of all tensors together.
-    y: the result. Forward without it computes only the statistics. Backward with it computes x_hat
-    from y instead of x; x is then the dtype of the arithmetic.
+    y: the result. Backward with it computes x_hat from y instead of x; x is then the dtype of the
+    arithmetic.
     y_weight, y_bias: the parameters that produced that y.
     dy, dx, dweight, dbias: backward only; None for a gradient that is not wanted.
     residual: forward, whether a residual of x's dtype is added and the sum stored.

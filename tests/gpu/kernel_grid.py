@@ -153,9 +153,6 @@ FUSED_PROBLEMS = [
     _backward_by_y("float16", "float32", "float16"),
     _backward_by_y("float64", "float64", "float64"),
     {"direction": "forward"} | dict.fromkeys(("x", "y", "round_x_hat", "weight"), "float16"),
-    # Statistics alone.
-    {"direction": "forward", "x": "bfloat16"},
-    {"direction": "forward", "x": "float32"},
 ]
 FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)
 FEWER_FUSED_WIDTHS = (768, 1025)

@@ -74,7 +74,6 @@ def test_problems_that_can_use_bundles():
     [
         forward(127, "float64"),
         forward(127, y="float32"),
-        forward(127, y=None),
         forward(127, **QUANTIZED),
         forward(127, y1="bfloat16"),
         forward(127, dropout=True),
@@ -89,7 +88,7 @@ def test_problems_that_can_use_bundles():
         backward(127, "float32", y="float32"),
     ],
     ids=(
-        "float64,wide y,no y,8 bits,second output,dropout,row_scale,input,gaps,"
+        "float64,wide y,8 bits,second output,dropout,row_scale,input,gaps,"
         "wide dy,no dx,wide dsum,dresidual,recomputed,by y"
     ).split(","),
 )

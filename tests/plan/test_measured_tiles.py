@@ -157,7 +157,6 @@ def test_classes():
         ({"y": "float32"}, None),
         ({"dropout": True}, None),
         ({"y1": "bfloat16"}, None),
-        ({"y": None}, "16 bytes"),
     ):
         assert class_of(replace(made, **changes)) == expected, changes
     backward = plan(1024, device="H200", direction="backward").problem
