@@ -1,6 +1,6 @@
 // normalized_packs.cuh -- rows that are normalised in shared memory before they are multiplied
 //
-// NormLinearRows      what norm_linear_few.cu and norm_linear_several.cu are given alike
+// NormLinearRows      what norm_linear_few.cu is given, but for the weight
 // AddedRows           x and, if there is one, a residual, on their way to shared memory
 // moments_of_packs    of a warp's packs of a row
 // mean_rstd_of        of a row, from the moments of its parts, one in each lane

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dtensor_ranks import make_layer, mesh_of_all, random
 from layer_cases import IN, OUT, ROWS, WIDTH
-from start_ranks import main
+from start_ranks import DEVICE, main
 from torch import distributed
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -51,8 +51,8 @@ def fused(module: torch.nn.Module, x: torch.Tensor) -> list[set[str]]:
 
 def a_column_parallel_layer(rank):
     options = {"parallel_mode": "column", "sequence_parallel": True, "bias": False}
-    layer = LayerNormLinear(IN, OUT, tp_group=distributed.group.WORLD, device="cpu", **options)
-    x = torch.randn(ROWS // distributed.get_world_size(), WIDTH, IN)
+    layer = LayerNormLinear(IN, OUT, tp_group=distributed.group.WORLD, device=DEVICE, **options)
+    x = torch.randn(ROWS // distributed.get_world_size(), WIDTH, IN, device=DEVICE)
     assert fused(layer, x.requires_grad_()) == [{GATHERS}, {SCATTERS}]
 
 
