@@ -66,6 +66,18 @@ def test_removed_names_say_what_to_do_instead(name):
 
 # Statement -> the sentence that says what to write instead.
 REMOVED_VALUES = {
+    "from cupynorm.parallel.styles import ColwiseParallel": (
+        "ImportError: cupynorm.parallel.styles.ColwiseParallel was removed: give LayerNormLinear "
+        "parallel_mode and tp_group instead"
+    ),
+    "from cupynorm.parallel.styles import RowwiseParallel": (
+        "ImportError: cupynorm.parallel.styles.RowwiseParallel was removed: give LayerNormLinear "
+        "parallel_mode and tp_group instead"
+    ),
+    "from cupynorm.parallel.gathered_weights import gather_in_8_bits": (
+        "ImportError: cupynorm.parallel.gathered_weights.gather_in_8_bits was removed: leave the "
+        "call out: fully_shard gathers weights in their own dtype"
+    ),
     "cupynorm.layer_norm_linear(ones, None, None, ones, fused='fold')": (
         "ValueError: fused is 'fold', which was removed; expected None or 'plain', which are faster"
     ),

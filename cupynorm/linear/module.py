@@ -83,9 +83,10 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         group later. With one rank nothing is shared, whatever the other arguments are.
     sequence_parallel: "column": the input has this rank's rows (its first dimension); "row": the
         output has.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: products that
-        overlap with collectives. symmetric_ar_type: how "row" sums its output: None, "one_shot",
-        "two_shot" or "multimem_all_reduce". docs/parallel.md has what each does.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
+    symmetric_ar_type (None, "one_shot", "two_shot" or "multimem_all_reduce"): accepted, with a
+        warning where several ranks share the layer. They have no effect on results, nor on
+        collectives, which run beside products where they can: docs/parallel.md.
     ub_name, name: for the user.
 
     By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as for

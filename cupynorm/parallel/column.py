@@ -37,7 +37,8 @@ def forward(
         values, mean, rstd, _ = kernels.forward(options, operands, products.value_dtype)
         rows = products.rows(as_rows(values))
     weight, saved_weight = products.weight(operands.weights)
-    y = products.project(rows, weight, joined_bias(operands.biases, options.dtype))
+    bias = joined_bias(operands.biases, options.dtype)
+    y = products.multiply(products.gather(rows)(), weight, bias)
     normalized = None
     if options.return_normalized:
         normalized = values.to(options.dtype)
@@ -118,7 +119,7 @@ def backward(
             reduction = sharding.reduce(total)
         dnormalized = None
     elif dy is not None and wants_dnormalized:
-        reduction = products.dnormalized_of_ranks(gradient, weights, saved_weight)
+        reduction = sharding.reduce(products.dnormalized(gradient, weights, saved_weight))
     normalized = None if gathering is None else gathering()
     dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
 

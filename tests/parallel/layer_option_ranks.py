@@ -21,7 +21,6 @@ from layer_cases import (
     Shares,
     allowed_besides,
     check,
-    flags,
     float64,
     for_main,
     gathered,
@@ -124,7 +123,7 @@ def compiled_options(case, rank):
     for in_one_graph, options in (
         (case.mode == "column", returns | {"return_bias": True}),
         (case.mode == "column", {"parameters_split": ("q", "k"), "reduce_norm_gradients": True}),
-        (False, flags(case) if case.sequence_parallel else {"delay_wgrad_compute": True}),
+        (False, {"delay_wgrad_compute": True}),
     ):
         results = []
         for compiles in (False, True):
@@ -298,7 +297,7 @@ def no_rows_and_inference_mode(case, rank):
 @for_main
 def a_pickled_layer_needs_its_group_again(case, rank):
     problem, own = problem_of(case), Shares(case, rank)
-    layer = make_layer(case, problem, own, **(flags(case) if case.sequence_parallel else {}))
+    layer = make_layer(case, problem, own)
     x, _ = inputs(problem, own)
     right = layer(x)
     copied = pickle.loads(pickle.dumps(layer))
@@ -370,9 +369,8 @@ def launched():
     tell(distributed, "all_reduce", "all_reduce")
     tell(Pending, "wait", "wait", lambda pending: pending._work is not None)
     tell(row, "normalize", "normalize")
-    for name in ("dnormalized_of_ranks", "dnormalized"):
-        tell(FloatProducts, name, "dnormalized")
-    tell(FloatProducts, "dweight", "dweight")
+    for name in ("dnormalized", "dweight"):
+        tell(FloatProducts, name, name)
     try:
         yield seen
     finally:
