@@ -425,8 +425,6 @@ def test_every_public_call_is_listed():
         "Backward",
         "FusedForward",
         "FusedBackward",
-        "ProjectedForward",
-        "ProjectedBackward",
     }
     others = {
         "Plan",
