@@ -195,6 +195,7 @@ def layer_norm(
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
+        False,  # memory_efficient
     )
     return call(operands, options, return_residual)
 
@@ -272,6 +273,7 @@ def rms_norm(
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
+        False,  # memory_efficient
     )
     return call(operands, options, return_residual)
 

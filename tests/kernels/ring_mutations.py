@@ -43,7 +43,7 @@ def ring_mutations() -> dict[str, Mutation]:
             "turns_until_own = Shape::num_warps;",
         ),
         "ring whose halves of a warp send each other's values": (
-            "ring_moments.cuh",
+            "ring_statistics.cuh",
             "? squares : mean",
             "? mean : squares",
         ),

@@ -165,7 +165,7 @@ MUTATIONS = {
         FEW,
     ),
     "sums of the warps of a block without their barrier": Mutation(
-        "register_sums.cuh",
+        "register_gradient.cuh",
         "        __syncthreads();\n        for_each_sum",
         "        for_each_sum",
         WARP,
