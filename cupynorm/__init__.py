@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .nn.recipes import CurrentScaling as CurrentScaling
     from .nn.recipes import DelayedScaling as DelayedScaling
     from .nn.recipes import Format as Format
-    from .nn.recipes import MXFP8BlockScaling as MXFP8BlockScaling
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
     from .norm.api import layer_norm as layer_norm
@@ -101,7 +100,7 @@ _WITH_TORCH = {
     "nn.modules": "LayerNorm RMSNorm",
     "nn.swap": "swap_norms SwappedNorms",
     "nn.autocast": "fp8_autocast",
-    "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling MXFP8BlockScaling",
+    "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling",
     "linear.linear": "Linear",
     "linear.model_init": "fp8_model_init",
     "parallel.module": "LayerNormLinear",
@@ -116,6 +115,7 @@ _NAMES = {
 _REMOVED = {
     "compile_passes": "torch.compile fuses torch's own norms; leave the call out",
     "CompilePasses": "torch.compile fuses torch's own norms; leave it out",
+    "MXFP8BlockScaling": "write cupynorm.BlockScaling, scales of 128 columns in float32",
 }
 
 # Public modules.

@@ -49,8 +49,7 @@ def fp8_model_init(
     enabled: False makes plain weights, also inside of another fp8_model_init.
     recipe: which scales the weights have; that of fp8_autocast must have the same.
         DelayedScaling (the default) and CurrentScaling: one scale. BlockScaling: one for each
-        128 x 128. MXFP8BlockScaling: one for each 32 columns, and for each 32 rows of a second
-        copy.
+        128 x 128.
     preserve_high_precision_init_val: keep the first values as they were before quantising, on the
         CPU, for weight.get_high_precision_init_val().
 
@@ -66,8 +65,8 @@ def fp8_model_init(
             raise TypeError(f"{name} is {value!r}; expected True or False")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling, "
-            "BlockScaling or MXFP8BlockScaling"
+            f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling "
+            "or BlockScaling"
         )
     recipe = (recipe or DelayedScaling()) if enabled else None
     own = _Initialization(recipe, preserve_high_precision_init_val)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..nn import modes, recipes
 from ..nn.quantization import transpose_data
-from ..nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, Recipe
+from ..nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from ..plan.problem import ceil_div
 from .quantizers import Quantizers, replaced
@@ -33,8 +33,7 @@ class QuantizedWeight(Tensor):
     tensors. What writes to all of it, such as copy_ or an optimizer, computes in its dtype and
     quantises the result by a scale of its own amax, in place. Views of it can only be read.
 
-    quantized: what is kept. With MXFP8BlockScaling also a transposed copy, quantised from the same
-        values. recipe: by which writes are quantised.
+    quantized: what is kept. recipe: by which writes are quantised.
     """
 
     # Operations come to __torch_dispatch__ alone.
@@ -365,10 +364,9 @@ def _join(tensors: Mapping[str, Tensor], blocks: Sequence) -> QuantizedTensor:
 
 
 def _quantize(values: Tensor, recipe: Recipe) -> QuantizedTensor:
-    is_mx = isinstance(recipe, MXFP8BlockScaling)
     if values.is_meta:
         return _without_memory(values, recipe)
-    return Quantizers(recipe, {}, False).quantize("weight", values.contiguous(), transpose=is_mx)
+    return Quantizers(recipe, {}, False).quantize("weight", values.contiguous())
 
 
 def _without_memory(values: Tensor, recipe: Recipe) -> QuantizedTensor:
@@ -380,17 +378,6 @@ def _without_memory(values: Tensor, recipe: Recipe) -> QuantizedTensor:
         return values.new_empty(shape, dtype=dtype)
 
     data = empty(num_rows, num_cols)
-    if isinstance(recipe, MXFP8BlockScaling):
-        size = recipes.MX_BLOCK_SIZE
-        return QuantizedTensor(
-            data,
-            empty(num_rows, ceil_div(num_cols, size), dtype=torch.uint8),
-            values.dtype,
-            transposed=empty(num_cols, num_rows),
-            transposed_scale_inv=empty(num_cols, ceil_div(num_rows, size), dtype=torch.uint8),
-            block_rows=1,
-            block_cols=size,
-        )
     if isinstance(recipe, BlockScaling):
         size = recipes.BLOCK_SIZE
         shape = ceil_div(num_rows, size), ceil_div(num_cols, size)
@@ -406,8 +393,6 @@ def _is_whole(weight: QuantizedWeight, shape: Any, strides: Any, offset: int = 0
 
 def _scales_of(recipe: Recipe) -> str:
     """In words, which differ where one recipe cannot use the other's weights."""
-    if isinstance(recipe, MXFP8BlockScaling):
-        return "the scales of MXFP8BlockScaling"
     if isinstance(recipe, BlockScaling):
         return f"the scales of BlockScaling(power_of_two={recipe.power_of_two})"
     return "one scale"

@@ -95,7 +95,7 @@ def fp8_autocast(
         (torch.float8_e4m3fn, array([[0.808, 1.131]], dtype=float32))
 
     enabled: False switches an outer region off.
-    recipe: DelayedScaling (the default), CurrentScaling, BlockScaling or MXFP8BlockScaling.
+    recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
     calibrating: with enabled=False, layers compute in their own dtype and record the amaxes of
         their input (normalised, behind a norm) and weight. When the region ends their delayed
@@ -171,8 +171,8 @@ def _check(enabled: object, calibrating: object, recipe: object, group: object) 
         raise TypeError(f"calibrating is {calibrating!r}; expected True or False")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling, "
-            "BlockScaling or MXFP8BlockScaling"
+            f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling "
+            "or BlockScaling"
         )
     is_group = callable(getattr(group, "size", None)) and not isinstance(group, torch.Tensor)
     if not (is_group or group is None or group is _OUTSIDE_OF_GROUP):

@@ -15,7 +15,7 @@ from . import amaxes, autocast, fp8, wrapped
 from .dtypes import name_of
 from .modes import is_recorded, is_transformed, learns_shapes, wants_gradient
 from .past_calls import PastCall, PastCalls
-from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
 
 
 class _Step(NamedTuple):
@@ -216,6 +216,4 @@ def _quantization_of(recipe: Recipe, transpose: bool) -> Quantization:
     if isinstance(recipe, CurrentScaling):
         power_of_two, smallest_amax = recipe.power_of_two, recipe.amax_epsilon
         return Quantization(dtype, "tensor", power_of_two, transpose, smallest_amax)
-    if isinstance(recipe, BlockScaling):
-        return Quantization(dtype, "block", recipe.power_of_two)
-    return Quantization(dtype, "mx")
+    return Quantization(dtype, "block", recipe.power_of_two)

@@ -20,7 +20,7 @@ from ..gpu.arrays import type_in_words
 from ..linear.linear import Linear
 from ..linear.quantized_weight import QuantizedWeight
 from ..nn import quantization
-from ..nn.recipes import IN_BLOCKS, CurrentScaling, Recipe
+from ..nn.recipes import BlockScaling, CurrentScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from .module import LayerNormLinear
 
@@ -58,7 +58,7 @@ def gather_in_8_bits(model: torch.nn.Module, recipe: Recipe | None = None) -> to
     float64.
     """
     recipe = CurrentScaling() if recipe is None else recipe
-    if not isinstance(recipe, Recipe) or isinstance(recipe, IN_BLOCKS):
+    if not isinstance(recipe, Recipe) or isinstance(recipe, BlockScaling):
         raise ValueError(
             f"recipe is {recipe!r}; expected DelayedScaling or CurrentScaling, with one scale for "
             "a weight"

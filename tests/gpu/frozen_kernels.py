@@ -32,7 +32,7 @@ GPUS = {80: "A100", 90: "H200", 100: "B200"}
 NUM_ROWS = (16, 4096)
 BATCH = 12
 # Those of kernel_grid.py that stay: no second output, no y that is normalised
-# again, no scales of MXFP8, no rows beyond 300,000 columns.
+# again, no rows beyond 300,000 columns.
 _GOING = ("y1", "weight1", "y_weight", "recomputed")
 
 
@@ -43,7 +43,7 @@ class Figures(NamedTuple):
 
 
 def _stays(problem: dict) -> bool:
-    return problem.get("scaling") != "mx" and not any(name in problem for name in _GOING)
+    return not any(name in problem for name in _GOING)
 
 
 def problems(compute_capability: int) -> Iterator[tuple[dict, int]]:

@@ -21,14 +21,13 @@ from cupynorm import (  # noqa: E402
     DelayedScaling,
     LayerNormLinear,
     Linear,
-    MXFP8BlockScaling,
     fp8_autocast,
     fp8_model_init,
 )
 from cupynorm.linear.quantized_weight import QuantizedWeight  # noqa: E402
 
 IN, OUT, NUM_ROWS = 100, 31, 9
-RECIPES = (CurrentScaling(), BlockScaling(), MXFP8BlockScaling())
+RECIPES = (CurrentScaling(), BlockScaling())
 
 
 def make(kind=Linear, recipe=None, *, in_8_bits=True, keep=False, **options):
@@ -90,7 +89,7 @@ def test_a_step_is_that_of_a_plain_weight(kind, recipe, monkeypatch):
 
 
 def test_memory():
-    """A byte an element, and a scale. MXFP8 has a second copy, by columns."""
+    """A byte an element, and a scale."""
     sizes = [sum(each.numel() for each in bits(make(recipe=recipe).weight)) for recipe in RECIPES]
     assert sizes[:2] == [IN * OUT + 4, IN * OUT + 4]
     assert sizes[2] == 2 * IN * OUT + OUT * 4 + IN * 1

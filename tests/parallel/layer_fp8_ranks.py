@@ -41,7 +41,6 @@ from cupynorm import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
-    MXFP8BlockScaling,
     fp8_autocast,
     fp8_model_init,
 )
@@ -55,7 +54,6 @@ RECIPES = {
     "DelayedScaling": DelayedScaling(amax_history_len=2),
     "CurrentScaling": CurrentScaling(),
     "BlockScaling": BlockScaling(),
-    "MXFP8BlockScaling": MXFP8BlockScaling(),
 }
 WIDE = 256
 
