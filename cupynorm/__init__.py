@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.call import ProjectedBackward as ProjectedBackward
     from .linear.call import ProjectedForward as ProjectedForward
     from .linear.linear import Linear as Linear
-    from .linear.model_init import fp8_model_init as fp8_model_init
     from .nn.autocast import fp8_autocast as fp8_autocast
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
@@ -102,7 +101,6 @@ _WITH_TORCH = {
     "nn.autocast": "fp8_autocast",
     "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling",
     "linear.linear": "Linear",
-    "linear.model_init": "fp8_model_init",
     "parallel.module": "LayerNormLinear",
 }
 _NAMES = {
@@ -115,6 +113,7 @@ _NAMES = {
 _REMOVED = {
     "compile_passes": "torch.compile fuses torch's own norms; leave the call out",
     "CompilePasses": "torch.compile fuses torch's own norms; leave it out",
+    "fp8_model_init": "torchao keeps weights in 8-bit floats; leave the call out",
     "MXFP8BlockScaling": "write cupynorm.BlockScaling, scales of 128 columns in float32",
 }
 

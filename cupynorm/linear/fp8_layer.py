@@ -22,7 +22,6 @@ from .fp8 import RegionCall
 from .function import check_call
 from .gradient_layer import GradientLayer
 from .matrices import as_result, as_rows, join
-from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
 
 
@@ -53,10 +52,6 @@ class Fp8Layer(GradientLayer):
     def linear_options(self, dtype: torch.dtype) -> LinearOptions:
         """The layer's options for products of a dtype."""
         raise NotImplementedError
-
-    def _has_8_bit_weights(self) -> bool:
-        """Whether the layer was made inside fp8_model_init."""
-        return isinstance(self._weights()[0], QuantizedWeight)
 
     # Calls.
 
@@ -126,8 +121,6 @@ class Fp8Layer(GradientLayer):
                 "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
         check_call(LinearCall(operands, call.options))
-        if isinstance(operands.weights[0], QuantizedWeight):
-            operands.weights[0].check_recipe(call.region.recipe)
         recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all)
         if recorded and fp8_output:
             raise ValueError(
@@ -210,10 +203,7 @@ class Fp8Layer(GradientLayer):
         are the same; None: quantised.
         """
         is_first, recorded = call.is_first_microbatch, call.recorded
-        weight = operands.weights[0]
-        if isinstance(weight, QuantizedWeight):
-            return weight.for_products(transpose=recorded)
-        stream = None if is_first is None else modes.stream_of(weight)
+        stream = None if is_first is None else modes.stream_of(operands.weights[0])
         recipe, cached_on, cached = self._fp8_weight or (None, None, None)
         if is_first is False and recipe == quantizers.recipe and cached_on == stream:
             if cached.transposed is not None or not recorded:
@@ -246,8 +236,7 @@ class Fp8Layer(GradientLayer):
         self._fp8_weight = None
 
     def _apply(self, function: Callable, recurse: bool = True) -> Fp8Layer:
-        with keeping_8_bits():
-            super()._apply(function, recurse)
+        super()._apply(function, recurse)
         self._move_scales(function)
         self._drop_derived()
         return self
@@ -264,22 +253,9 @@ class Fp8Layer(GradientLayer):
         self._slot = amaxes.new_slot(self._kind())
         self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
 
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, parameter in () if keep_vars else self._parameters.items():
-            if isinstance(parameter, QuantizedWeight):
-                destination[f"{prefix}{name}"] = parameter.detach().dequantize()
-
-    def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, local_metadata: dict, *arguments
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         fp8.complete(self, state_dict, prefix)
-        assigns = local_metadata.get("assign_to_params_buffers", False)
-        for name, parameter in self._parameters.items() if assigns else ():
-            values = state_dict.get(f"{prefix}{name}")
-            if isinstance(parameter, QuantizedWeight) and isinstance(values, Tensor):
-                state_dict[f"{prefix}{name}"] = parameter.quantized_like(values)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._drop_derived()
 
 

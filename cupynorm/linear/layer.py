@@ -18,7 +18,6 @@ from ..norm.quantized_tensor import QuantizedTensor
 from .call import Operands
 from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
-from .quantized_weight import QuantizedWeight
 from .weight_gradients import WeightGradientSink
 
 
@@ -45,8 +44,7 @@ class LinearLayer(Fp8Layer):
         # A checkpoint may run the call again, and then needs the region of its first run. A graph
         # cannot look for it.
         may_run_again = not self._past_calls.is_empty
-        in_fp8 = autocast.is_inside() or self._has_8_bit_weights()
-        return in_fp8 or may_run_again or self._has_sink()
+        return autocast.is_inside() or may_run_again or self._has_sink()
 
     def _call(
         self,
@@ -79,8 +77,6 @@ class LinearLayer(Fp8Layer):
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
         else:
-            if isinstance(operands.weights[0], QuantizedWeight):
-                operands = operands._replace(weights=[operands.weights[0].dequantize()])
             self._calibrate(operands)
             project = self._project
             if self._has_sink():

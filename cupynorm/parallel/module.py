@@ -8,7 +8,6 @@ sharding.py         how the ranks share the layer
 ranks.py            the group and its collectives
 agreement.py        what ranks must agree on, and how they compare it
 checkpoints.py      state dicts that load on another number of ranks
-gathered_weights.py weights that fully_shard gathers in 8-bit floats
 """
 
 from __future__ import annotations
@@ -158,7 +157,6 @@ class LayerNormLinear(OneRankLayerNormLinear):
             and not self.delay_wgrad_compute
             and not autocast.is_inside()
             and self._past_calls.is_empty
-            and not self._has_8_bit_weights()
         )
 
     def _call(

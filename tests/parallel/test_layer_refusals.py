@@ -7,14 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cupynorm import (  # noqa: E402
-    BlockScaling,
     LayerNormLinear,
-    Linear,
     fp8_autocast,
-    fp8_model_init,
 )
 from cupynorm.parallel.checkpoints import distributed_state_dict  # noqa: E402
-from cupynorm.parallel.gathered_weights import gather_in_8_bits  # noqa: E402
 from cupynorm.parallel.overlap import SymmetricSum  # noqa: E402
 from cupynorm.parallel.ranks import Ranks  # noqa: E402
 
@@ -106,24 +102,3 @@ def test_sums_that_torch_cannot_make_in_symmetric_memory():
         with pytest.warns(UserWarning, match=sentence):
             total = SymmetricSum(kind)(part.to(dtype), ranks).wait()
         assert total.dtype == dtype and torch.equal(total, part.to(dtype))
-
-
-def test_weights_that_cannot_be_gathered_in_8_bits():
-    with fp8_model_init():
-        narrow = Linear(16, 16)
-    parts = LayerNormLinear(16, 16, device="cpu", parameters_split=("q", "k"))
-    for layer, found in (
-        (narrow, "layer '1' has a weight of class QuantizedWeight and torch.float32; expected one"),
-        (parts, "layer '1' has parameters_split; expected one plain weight of 16 or 32 bits"),
-        (Linear(16, 16, dtype=torch.float64), "has a weight of class Tensor and torch.float64"),
-    ):
-        model = torch.nn.Sequential(Linear(16, 16), layer)
-        with pytest.raises(NotImplementedError, match=found):
-            gather_in_8_bits(model)
-        assert type(model[0].weight.data) is torch.Tensor
-    with pytest.raises(ValueError, match="expected DelayedScaling or CurrentScaling, with one sca"):
-        gather_in_8_bits(Linear(16, 16), BlockScaling())
-    with pytest.raises(
-        ValueError, match="model is a Linear without LayerNormLinear and Linear of cup"
-    ):
-        gather_in_8_bits(torch.nn.Linear(16, 16))
