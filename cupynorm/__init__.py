@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.call import ProjectedForward as ProjectedForward
     from .linear.linear import Linear as Linear
     from .nn.autocast import fp8_autocast as fp8_autocast
+    from .nn.autocast import fp8_checkpoint_contexts as fp8_checkpoint_contexts
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
     from .nn.recipes import BlockScaling as BlockScaling
@@ -98,7 +99,7 @@ _WITHOUT_TORCH = {
 _WITH_TORCH = {
     "nn.modules": "LayerNorm RMSNorm",
     "nn.swap": "swap_norms SwappedNorms",
-    "nn.autocast": "fp8_autocast",
+    "nn.autocast": "fp8_autocast fp8_checkpoint_contexts",
     "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling",
     "linear.linear": "Linear",
     "parallel.module": "LayerNormLinear",

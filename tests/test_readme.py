@@ -358,6 +358,12 @@ def test_the_layer_of_one_kernel_of_the_documents_runs():
     assert names["y"].shape == (128, 512) and torch.isfinite(names["y"]).all()
 
 
+def test_the_checkpoint_of_the_documents_runs():
+    pytest.importorskip("torch")
+    names = run("contexts", LINEAR)
+    assert names["x"].grad.abs().max() > 0 and names["y"].shape == (32, 64)
+
+
 def test_the_8_bit_output_of_the_documents_runs():
     torch = pytest.importorskip("torch")
     names = run("fp8", FLOAT8)

@@ -42,15 +42,13 @@ _PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class RegionCall(NamedTuple):
     """A layer's call in a region.
 
-    keeps_amaxes: whether the region's step counts. recorded: whether this call has a backward.
-    input: as in QuantizedCall.
+    recorded: whether this call has a backward. input: as in QuantizedCall.
     """
 
     region: Region
     options: LinearOptions
     quantize_gradient: bool
     is_first_microbatch: bool | None
-    keeps_amaxes: bool
     recorded: bool
     input: QuantizedTensor | None = None
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..gpu import arrays
 from ..nn import amaxes, autocast, fp8, modes, wrapped
 from ..nn.dtypes import outside_autocast, product_dtype
-from ..nn.past_calls import PastCalls
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
@@ -29,21 +28,18 @@ class Fp8Layer(GradientLayer):
     """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the quantised weight that is_first_microbatch
-    shares, behind its recipe and modes.stream_of. _slot: for amaxes.py. _past_calls: which a
-    checkpoint may run again.
+    shares, behind its recipe and modes.stream_of. _slot: for amaxes.py.
     """
 
     in_features: int
     out_features: int
     _fp8_states: dict[str, fp8.Scales]
     _fp8_weight: tuple[Recipe, tuple | None, QuantizedTensor] | None
-    _past_calls: PastCalls
 
     def _begin_state(self) -> None:
         super()._begin_state()
         self._fp8_states, self._fp8_weight = {}, None
         self._slot = amaxes.new_slot(self._kind())
-        self._past_calls = PastCalls()
 
     def _kind(self) -> str:
         """What the layer's twins on other ranks share with it."""
@@ -57,18 +53,7 @@ class Fp8Layer(GradientLayer):
 
     def _region(self) -> autocast.Region | None:
         """The region of a call: of the first run of a call that a checkpoint runs again."""
-        region = autocast.active()
-        if modes.is_compiling():
-            return region
-        # The region around backward() is not that of the forward.
-        past = None if autocast.began_in_backward() else self._past_calls.run_again()
-        if past is not None and not past.is_inside:
-            region = past.region
-        # If the next past call began a region of its own, this one came before it and was not kept.
-        was_kept = past is None or not past.is_inside
-        if region is None and was_kept and not self._past_calls.is_empty:
-            self._past_calls.add(None, is_recorded=torch.is_grad_enabled())
-        return region
+        return autocast.active() if modes.is_compiling() else autocast.kept(autocast.active)
 
     def _project_in_fp8(
         self, call: RegionCall, operands: Operands, fp8_output: bool
@@ -133,22 +118,11 @@ class Fp8Layer(GradientLayer):
         self, call: RegionCall, operands: Operands
     ) -> tuple[fp8_linear.QuantizedCall, QuantizedTensor]:
         """What fp8_linear.forward needs: the call and the quantised weight."""
-        region, recipe, scale = call.region, call.region.recipe, None
-        past = self._past_calls.run_again()
-        device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
-        keeps = call.keeps_amaxes and not has_amaxes and autocast.active() is not None
-        keeps = keeps and not modes.learns_shapes()
-        quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
-        if isinstance(recipe, DelayedScaling):
-            scale = None if past is None else past.scale
-            quantizers.forward_scale = scale
-            scale = self._fp8_states["forward"].scale if scale is None else scale
-        self._past_calls.add(
-            region,
-            is_recorded=call.recorded,
-            has_amaxes=keeps or has_amaxes,
-            scale=scale,
-        )
+        region, recipe = call.region, call.region.recipe
+        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not modes.learns_shapes()
+        quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=keeps)
+        if isinstance(recipe, DelayedScaling) and autocast.runs:
+            quantizers.forward_scale = autocast.kept(quantizers.states["forward"].scale.clone)
         quantized_call = fp8_linear.QuantizedCall(
             call.options, quantizers, call.quantize_gradient, call.input
         )
@@ -246,7 +220,7 @@ class Fp8Layer(GradientLayer):
         self._fp8_states = {name: state for name, state in moved.items() if state is not None}
 
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_fp8_weight": None, "_past_calls": PastCalls()}
+        return super().__getstate__() | {"_fp8_weight": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

@@ -41,10 +41,8 @@ class LinearLayer(Fp8Layer):
         """
         if not modes.is_compiling():
             return False
-        # A checkpoint may run the call again, and then needs the region of its first run. A graph
-        # cannot look for it.
-        may_run_again = not self._past_calls.is_empty
-        return autocast.is_inside() or may_run_again or self._has_sink()
+        # What a checkpoint runs again needs the region of its first run, which no graph keeps.
+        return autocast.is_inside() or bool(autocast.runs) or self._has_sink()
 
     def _call(
         self,
@@ -62,14 +60,9 @@ class LinearLayer(Fp8Layer):
         """
         self._begin_forward()
         if region is not None:
-            # A checkpoint may run its layers without recording them, and again in backward.
-            keeps_amaxes = torch.is_grad_enabled() or (
-                region.records and self.training and modes.wants_gradient(*operands.all)
-            )
+            autocast.check_checkpoint(region)
             options = self.linear_options(product_dtype(operands.input))
-            call = RegionCall(
-                region, options, fp8_grad, is_first_microbatch, keeps_amaxes, False, quantized
-            )
+            call = RegionCall(region, options, fp8_grad, is_first_microbatch, False, quantized)
             results = self._project_in_fp8(call, operands, fp8_output)
         elif fp8_output or fp8_grad:
             name = "fp8_output" if fp8_output else "fp8_grad"
