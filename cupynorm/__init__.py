@@ -28,15 +28,14 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.api import layer_norm_linear as layer_norm_linear
     from .linear.api import rms_norm_linear as rms_norm_linear
     from .linear.linear import Linear as Linear
-    from .linear.model_init import fp8_model_init as fp8_model_init
     from .nn.autocast import fp8_autocast as fp8_autocast
+    from .nn.autocast import fp8_checkpoint_contexts as fp8_checkpoint_contexts
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
     from .nn.recipes import BlockScaling as BlockScaling
     from .nn.recipes import CurrentScaling as CurrentScaling
     from .nn.recipes import DelayedScaling as DelayedScaling
     from .nn.recipes import Format as Format
-    from .nn.recipes import MXFP8BlockScaling as MXFP8BlockScaling
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
     from .norm.api import layer_norm as layer_norm
@@ -91,11 +90,10 @@ _WITHOUT_TORCH = {
 _WITH_TORCH = {
     "nn.modules": "LayerNorm RMSNorm",
     "nn.swap": "swap_norms SwappedNorms",
-    "nn.autocast": "fp8_autocast",
-    "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling MXFP8BlockScaling",
+    "nn.autocast": "fp8_autocast fp8_checkpoint_contexts",
+    "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling",
     "linear.api": "layer_norm_linear rms_norm_linear",
     "linear.linear": "Linear",
-    "linear.model_init": "fp8_model_init",
     "parallel.module": "LayerNormLinear",
 }
 _NAMES = {
@@ -114,6 +112,8 @@ _REMOVED = {
     "rms_norm_linear_backward": "multiply by weight with @, before rms_norm_backward",
     "ProjectedForward": "multiply by weight.T with @, after layer_norm_forward",
     "ProjectedBackward": "multiply by weight with @, before layer_norm_backward",
+    "fp8_model_init": "torchao keeps weights in 8-bit floats; leave the call out",
+    "MXFP8BlockScaling": "write cupynorm.BlockScaling, scales of 128 columns in float32",
 }
 
 # Public modules.

@@ -17,9 +17,6 @@ y is decode(y_fp8) * scale_inv. There is one scale for all values, for each row,
                      scale = 1 for an amax that is 0, infinite or NaN.
                      scale = the largest float32 if the quotient overflows.
                      A power of two: scale is rounded down to one.
-    MXFP8            blocks of 32 columns, scale_inv = 2^(e - 127), the multiplier is 2^(127 - e).
-                     e is one byte (E8M0): amax * (1 / largest) in float32, rounded up to a power
-                     of two. e = 255 for a NaN in the block, 254 for an infinity, 0 up to 2^-127.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Quantized(NamedTuple):
     """What a quantising function returns.
 
     data: uint8 bit patterns [num_rows, num_cols].
-    scale_inv: (), [num_rows] or [num_rows, num_blocks]; float32, or uint8 for MXFP8.
+    scale_inv: (), [num_rows] or [num_rows, num_blocks]; float32.
     amax: float32 as scale_inv's shape, max |values| before scaling; NaN where the values have one.
     """
 
@@ -52,7 +49,6 @@ class Quantized(NamedTuple):
 
 FORMATS = {"float8_e4m3fn": Format(3, 7, 448.0), "float8_e5m2": Format(2, 15, 57344.0)}
 NAN = 0x7F
-MX_BLOCK = 32
 _LARGEST_FLOAT32 = np.finfo(np.float32).max
 
 
@@ -181,29 +177,6 @@ def quantize_blocks(
     return Quantized(data, _inverse(scale), largest)
 
 
-def encode_e8m0(values: np.ndarray) -> np.ndarray:
-    """Positive float32 values rounded up to powers of two, as biased exponents in uint8."""
-    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
-    exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
-    # Denormals above 2^-127 round up to 2^-126, the others to 2^-127, the smallest E8M0 value.
-    up = np.where(exponent == 0, fraction > 0x400000, fraction > 0)
-    found = np.minimum(exponent + up, 254)
-    return np.where(np.isnan(values), 255, found).astype(np.uint8)
-
-
-def quantize_mxfp8(values: np.ndarray, name: str = "float8_e4m3fn") -> Quantized:
-    """Quantises each block of 32 columns with a power of two. scale_inv is in E8M0 bytes."""
-    num_rows, num_cols = values.shape
-    blocks = _blocks(values, MX_BLOCK)
-    largest = amax(blocks, axis=2)
-    with np.errstate(all="ignore"):
-        scale_inv = encode_e8m0(largest * np.float32(1 / FORMATS[name].largest))
-        product = np.ldexp(blocks, 127 - scale_inv[..., None].astype(np.int64))
-        product = np.where(scale_inv[..., None] == 255, np.nan, product)
-    data = encode(product, name).reshape(num_rows, blocks.shape[1] * MX_BLOCK)[:, :num_cols]
-    return Quantized(data, scale_inv, largest)
-
-
 def quantize_by(
     scaling: str,
     values: np.ndarray,
@@ -213,7 +186,7 @@ def quantize_by(
     power_of_two: bool = False,
     smallest_amax: float = 0.0,
 ) -> Quantized:
-    """Quantises by "given" (the scale), "tensor", "row", "block" or "mx"."""
+    """Quantises by "given" (the scale), "tensor", "row" or "block"."""
     if scaling == "given":
         return quantize(values, name, scale)
     if scaling == "tensor":
@@ -221,9 +194,7 @@ def quantize_by(
         return quantize(values, name, scale_of(amax(values), name, **rule))
     if scaling == "row":
         return quantize_rows(values, name, power_of_two=power_of_two)
-    if scaling == "block":
-        return quantize_blocks(values, name, power_of_two=power_of_two)
-    return quantize_mxfp8(values, name)
+    return quantize_blocks(values, name, power_of_two=power_of_two)
 
 
 def dequantize(
@@ -231,17 +202,11 @@ def dequantize(
 ) -> np.ndarray:
     """The float64 values of a Quantized: data times scale_inv.
 
-    block_size, block_rows: those of quantize_blocks. MXFP8 always has blocks of 32 columns.
+    block_size, block_rows: those of quantize_blocks.
     """
     data, scale_inv, _ = quantized
     with np.errstate(all="ignore"):
-        if scale_inv.dtype == np.uint8:
-            factor = np.where(
-                scale_inv == 255, np.nan, np.ldexp(1.0, scale_inv.astype(np.int64) - 127)
-            )
-            block_size, block_rows = MX_BLOCK, 1
-        else:
-            factor = scale_inv.astype(np.float64)
+        factor = scale_inv.astype(np.float64)
         if factor.ndim == 1:
             factor = factor[:, None]
         elif factor.ndim == 2:

@@ -13,8 +13,7 @@
 template <class AffineStore, Scaling scaling, Step step>
 struct QuantizeScales : AffineStore {
   static constexpr bool quantizes = true;
-  static constexpr bool is_mx = scaling == Scaling::mx;
-  static constexpr bool has_blocks = scaling == Scaling::block || is_mx;
+  static constexpr bool has_blocks = scaling == Scaling::block;
   // Whether the scales of a row are found before any of it is written.
   static constexpr bool measures_rows =
       scaling == Scaling::row || (has_blocks && step == Step::all);
@@ -23,7 +22,7 @@ struct QuantizeScales : AffineStore {
   static constexpr float largest_finite = FormatOf<typename AffineStore::Written>::largest;
 
   const float* scale;  // given: one, or null
-  void* scale_inv;     // float (mx: unsigned char): one, or [num_rows, parts]
+  float* scale_inv;    // one, or [num_rows, parts]
   // Bits of floats. given: one, raised to the largest |y|. Else: those that a first launch finds.
   unsigned* amax;
   long long parts;  // scales of a row
@@ -70,19 +69,19 @@ struct QuantizeScales : AffineStore {
     for (int at = 0; at < Blocks::own; ++at) {
       const int index = Blocks::first_own() + at;
       const long long part =
-          values_of_row.col_of(index * RowScales::packs_per_scale) / cols_of_scale(scaling);
-      const Multiplier multiplier = multiplier_of(scales.largest.values[at].bits());
-      scales.factors[at] = multiplier.factor;
+          values_of_row.col_of(index * RowScales::packs_per_scale) / cols_of_block;
+      const float scale = rule.scale_of(scales.largest.values[at].bits(), largest_finite);
+      scales.factors[at] = scale;
       const bool is_first =
           present && Blocks::is_first_holder() && index < RowScales::num_scales && part < parts;
-      if (is_first) save_scale_of(row * parts + part, multiplier);
+      if (is_first) scale_inv[row * parts + part] = inverse_of(scale);
     }
   }
   // The scale of a row. amax_bits: of all threads that share the row.
   __device__ __forceinline__ float scale_of_row(long long row, unsigned amax_bits,
                                                 bool saves) const {
     const float scale = rule.scale_of(amax_bits, largest_finite);
-    if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(scale);
+    if (saves) scale_inv[row] = inverse_of(scale);
     return scale;
   }
   // Called by all lanes of a warp after their last row.
@@ -92,27 +91,9 @@ struct QuantizeScales : AffineStore {
   // Called by one thread of the grid: writes the scale of the tensor.
   __device__ __forceinline__ void save_scale() const {
     if constexpr (scaling == Scaling::given)
-      *static_cast<float*>(scale_inv) = inverse_of_any(scale == nullptr ? 1.0f : *scale);
+      *scale_inv = inverse_of_any(scale == nullptr ? 1.0f : *scale);
     if constexpr (scaling == Scaling::tensor && step == Step::write) {
-      *static_cast<float*>(scale_inv) = inverse_of(rule.scale_of(*amax, largest_finite));
-    }
-  }
-
- protected:
-  // What a block of columns is multiplied by.
-  __device__ __forceinline__ Multiplier multiplier_of(unsigned amax_bits) const {
-    if constexpr (scaling == Scaling::mx) {
-      return multiplier_of_e8m0(e8m0_of(amax_bits, 1.0f / largest_finite));
-    } else {
-      return {rule.scale_of(amax_bits, largest_finite), 0};
-    }
-  }
-  __device__ __forceinline__ void save_scale_of(long long part,
-                                                const Multiplier& multiplier) const {
-    if constexpr (scaling == Scaling::mx) {
-      static_cast<unsigned char*>(scale_inv)[part] = static_cast<unsigned char>(multiplier.e8m0);
-    } else {
-      static_cast<float*>(scale_inv)[part] = inverse_of(multiplier.factor);
+      *scale_inv = inverse_of(rule.scale_of(*amax, largest_finite));
     }
   }
 };

@@ -13,8 +13,8 @@ template <class Y, class Weight, class Bias, bool zero_centered, class Rounded, 
 struct QuantizeStore
     : QuantizeScales<Store<Y, Weight, Bias, zero_centered, Rounded>, scaling, step> {
   using Base = QuantizeScales<Store<Y, Weight, Bias, zero_centered, Rounded>, scaling, step>;
-  using Base::affine, Base::amax, Base::has_blocks, Base::multiplier_of, Base::parts, Base::raises,
-      Base::save_scale_of, Base::y, Base::y_stride;
+  using Base::affine, Base::amax, Base::has_blocks, Base::largest_finite, Base::parts, Base::raises,
+      Base::rule, Base::scale_inv, Base::y, Base::y_stride;
   using typename Base::Carried;
   static constexpr bool has_wide_parameters = bytes_of<Weight> > 2 || bytes_of<Bias> > 2;
 
@@ -29,17 +29,17 @@ struct QuantizeStore
     affine(values, kept, y_values);
     float factor = carried.factor;
     if constexpr (has_blocks) {
-      constexpr int block = cols_of_scale(scaling);
       const long long part =
-          row * parts + static_cast<long long>(static_cast<unsigned long long>(col) / block);
+          row * parts +
+          static_cast<long long>(static_cast<unsigned long long>(col) / cols_of_block);
       if constexpr (step == Step::amax) {
         Largest largest{};
         largest.add_pack(y_values);
         if (present) raise_amax_alone(amax + part, largest.bits());
       } else {
-        const Multiplier multiplier = multiplier_of(present ? amax[part] : 0);
-        factor = multiplier.factor;
-        if (present && static_cast<unsigned>(col) % block == 0) save_scale_of(part, multiplier);
+        factor = rule.scale_of(present ? amax[part] : 0, largest_finite);
+        if (present && static_cast<unsigned>(col) % cols_of_block == 0)
+          scale_inv[part] = inverse_of(factor);
       }
     } else if constexpr (raises) {
       if (present) carried.largest.add_pack(y_values);
@@ -52,8 +52,7 @@ struct QuantizeStore
                                                Compute (&y_values)[pack_size], float factor,
                                                bool present) const {
 #pragma unroll
-    for (Compute& value : y_values)
-      value = scaling == Scaling::mx ? unflushed_product(value, factor) : value * factor;
+    for (Compute& value : y_values) value *= factor;
     if (present) store_pack<pack_size>(y + row * y_stride + col, repack_fp8<Y>(y_values));
   }
 };

@@ -75,12 +75,8 @@ __device__ __forceinline__ void write_quantized(const Store& store, long long ro
                                 }
                                 ++pack;
                               });
-    // The next row is fetched while the scales are found. MXFP8 has the most scales: with LayerNorm
-    // it has registers for the next row only afterwards.
-    constexpr bool fetches_late = Store::is_mx && centered;
-    if constexpr (!fetches_late) next.fetch();
+    next.fetch();  // while the scales are found
     store.find_scales(row, values_of_row, scales, reduce, saves, present);
-    if constexpr (fetches_late) next.fetch();
     pack = 0;
     values_of_row.for_each_col([&](long long col, bool in_row) {
       store.store_scaled(row, col, results[pack], scales.of_pack(pack), in_row && present);

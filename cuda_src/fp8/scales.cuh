@@ -7,16 +7,15 @@
 //   tensor    one scale, from the amax that an earlier launch has found
 //   row       one for each row, from the row's amax
 //   block     one for each 128 columns of a row
-//   mx        one for each 32 columns: scale_inv is a power of two in one byte (E8M0)
 #pragma once
 #include "amax.cuh"
 
-enum class Scaling { given, tensor, row, block, mx };
+enum class Scaling { given, tensor, row, block };
 // What a launch does: everything; or it finds the amaxes, for a second launch that writes. With a
 // given scale, `write` does everything but record the amax.
 enum class Step { all, amax, write };
 
-constexpr int cols_of_scale(Scaling scaling) { return scaling == Scaling::mx ? 32 : 128; }
+constexpr int cols_of_block = 128;
 
 // numerator / denominator, rounded to nearest, for a denominator from 1 to 2 and a numerator far
 // from the ends of float's range. Without special cases a third of a division's instructions do.
@@ -66,36 +65,3 @@ struct ScaleRule {
     return __uint_as_float(power_of_two ? scale & infinity_bits : scale);
   }
 };
-
-// The biased exponent of amax / largest, rounded up to a power of two; 255 for NaN. The quotient is
-// a product with 1 / largest, rounded to float.
-__device__ __forceinline__ unsigned e8m0_of(unsigned amax_bits, float reciprocal) {
-  if (amax_bits >= infinity_bits) return amax_bits > infinity_bits ? 255 : 254;
-  const float amax = __uint_as_float(amax_bits);
-  const unsigned bits = __float_as_uint(amax * reciprocal);
-  if (bits >= 2u << 23) return (bits >> 23) + ((bits & 0x7fffffu) != 0);
-  // Near 2^-126 and below, where the compiler may flush: the bits of the product, rounded as a
-  // denormal.
-  const unsigned rounded =
-      __double2uint_rn(static_cast<double>(amax) * static_cast<double>(reciprocal) * 0x1p149);
-  return rounded <= 0x400000u ? 0 : rounded <= 0x800000u ? 1 : 2;
-}
-
-// What values are multiplied by. MXFP8: also the byte of scale_inv.
-struct Multiplier {
-  float factor = 1.0f;
-  unsigned e8m0 = 0;
-};
-
-// 2^(127 - e8m0), NaN for 255. 2^-127, for 254, is no normal float.
-__device__ __forceinline__ Multiplier multiplier_of_e8m0(unsigned e8m0) {
-  const unsigned bits = e8m0 == 254 ? 1u << 22 : (254 - e8m0) << 23;
-  return {__uint_as_float(e8m0 == 255 ? 0x7fc00000u : bits), e8m0};
-}
-// value * factor. The compiler would flush a small operand or product to zero.
-__device__ __forceinline__ float unflushed_product(float value, float factor) {
-  return __fmaf_ieee_rn(value, factor, -0.0f);
-}
-__device__ __forceinline__ double unflushed_product(double value, float factor) {
-  return value * (__float_as_uint(factor) == 1u << 22 ? 0x1p-127 : static_cast<double>(factor));
-}

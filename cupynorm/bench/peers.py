@@ -121,11 +121,8 @@ def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
         return as_float8(y / scale_inv), scale_inv
     cols = cols_of_scale(cell.scale, cell.num_cols)
     blocks = functional.pad(y, (0, -cell.num_cols % cols)).unflatten(-1, (-1, cols))
-    scale_inv = kept = (blocks.abs().amax(-1) / largest).float()
-    if cell.scale == "mx":
-        exponent = torch.ceil(torch.log2(scale_inv))
-        scale_inv, kept = torch.exp2(exponent), (exponent + 127).to(torch.uint8)
-    return as_float8((blocks / scale_inv[..., None]).flatten(-2)[..., : cell.num_cols]), kept
+    scale_inv = (blocks.abs().amax(-1) / largest).float()
+    return as_float8((blocks / scale_inv[..., None]).flatten(-2)[..., : cell.num_cols]), scale_inv
 
 
 def _torch_compile(cell: Cell, tensors: Tensors) -> Callable:

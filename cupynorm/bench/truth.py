@@ -21,12 +21,11 @@ from .timer import Runner
 _SAMPLED_ROWS = 64
 _SAMPLED_ELEMENTS = 2**18  # float64 on the host takes a tenth of a second for these
 # By dtype: the bits of a magnitude, and the largest that is not NaN. CuPy does not compute in these
-# dtypes. uint8: exponents of scales.
+# dtypes.
 _MAGNITUDES = {
     "bfloat16": (0x7FFF, 0x7F80),
     "float8_e4m3fn": (0x7F, 0x7E),
     "float8_e5m2": (0x7F, 0x7C),
-    "uint8": (0xFF, 0xFE),
 }
 
 
@@ -142,8 +141,6 @@ class Truth:
         else:
             factors = self._rows_of(scale_inv).astype(np.float64)
             part_cols = cols_of_scale(cell.scale, cell.num_cols)
-        if cell.scale == "mx":
-            factors = 2.0 ** (factors - 127)
         num_parts = -(-cell.num_cols // part_cols)
         if factors.shape not in ((1, 1), (len(self.rows), num_parts)):
             wrong = f"scale_inv has {factors.shape[1]} scales of a row; expected {num_parts}"
@@ -166,10 +163,10 @@ class Truth:
     def _fault_of_found_scale(self, scale_inv: float, used: float, where: str = "") -> str | None:
         """What is wrong with a scale that a call finds. used: the largest |value| that it makes.
 
-        It has to be the largest of the format, or more than half of it for a power of two. A larger
-        scale saturates values, which are then off themselves.
+        It has to be the largest of the format. A larger scale saturates values, which are then off
+        themselves.
         """
-        least = FLOAT8S[self.cell.y].largest / (2 if self.cell.scale == "mx" else 1)
+        least = FLOAT8S[self.cell.y].largest
         if used >= least:
             return None
         fault = f"scale_inv is {scale_inv:.6g}, which makes {used:.6g} of the largest value{where}"

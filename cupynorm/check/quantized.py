@@ -57,9 +57,7 @@ def launch_8_bits(
     case = problem.case
     tensors = tensors_of(where, layouts)
     num_scales = scale_shape(how.scaling, (case.num_rows,), case.num_cols)
-    scale_type = np.uint8 if how.scaling == "mx" else np.uint32
-    poison = np.full(num_scales, np.iinfo(scale_type).max, scale_type)
-    tensors.write("scale_inv", poison if how.scaling == "mx" else poison.view(np.float32))
+    tensors.write("scale_inv", np.full(num_scales, 2**32 - 1, np.uint32).view(np.float32))
     tensors.write("amax", np.zeros(num_scales, np.float32))
     if how.scaling == "given":
         tensors.put("scale", np.full(1, GIVEN_SCALE), "float32")
@@ -167,19 +165,16 @@ def _judge_scales(
 ) -> Finding:
     """least, most: the quantised rows of the smallest and of the largest amax that is allowed."""
     low, high = (each.scale_inv.astype(np.float64) for each in (least, most))
-    if how.scaling != "mx":
-        # The scale of an amax of 0 is 1, and near 0 an inverse may be anything down to 0.
-        none = (np.reshape(least.amax, low.shape) == 0) & (np.reshape(most.amax, low.shape) > 0)
-        low = np.where(none, 0.0, low * (1 - _FEW) - _SMALLEST)
-        high = np.where(none & (got == 1), 1.0, high * (1 + _FEW) + _SMALLEST)
+    # The scale of an amax of 0 is 1, and near 0 an inverse may be anything down to 0.
+    none = (np.reshape(least.amax, low.shape) == 0) & (np.reshape(most.amax, low.shape) > 0)
+    low = np.where(none, 0.0, low * (1 - _FEW) - _SMALLEST)
+    high = np.where(none & (got == 1), 1.0, high * (1 + _FEW) + _SMALLEST)
     return between(label, "scale_inv", got.astype(np.float64), low, high)
 
 
 def _factors(how: How, scale_inv: np.ndarray, num_cols: int) -> np.ndarray:
     """What each element of y is multiplied by to get its value, [1 or num_rows, 1 or num_cols]."""
     factors = scale_inv.astype(np.float64)
-    if how.scaling == "mx":
-        factors = np.where(scale_inv == 255, np.nan, np.ldexp(1.0, scale_inv.astype(int) - 127))
     if how.scaling in ("given", "tensor"):
         return factors.reshape(1, 1)
     cols = cols_of_scale(how.scaling, num_cols)

@@ -25,7 +25,7 @@ from ..nn import modes, quantization
 from ..nn.autocast import Region
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
-from ..nn.recipes import IN_BLOCKS, DelayedScaling
+from ..nn.recipes import BlockScaling, DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
@@ -42,15 +42,13 @@ _PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class RegionCall(NamedTuple):
     """A layer's call in a region.
 
-    keeps_amaxes: whether the region's step counts. recorded: whether this call has a backward.
-    input: as in QuantizedCall.
+    recorded: whether this call has a backward. input: as in QuantizedCall.
     """
 
     region: Region
     options: LinearOptions
     quantize_gradient: bool
     is_first_microbatch: bool | None
-    keeps_amaxes: bool
     recorded: bool
     input: QuantizedTensor | None = None
 
@@ -98,9 +96,8 @@ def forward(
     rows, normalized, mean, rstd = _normalize(call, operands, recorded=recorded)
     bias = join(operands.biases)
     bias = None if bias is None else bias.to(options.dtype)
-    # The scales of an input that was given in 8 bits may be no powers of two, except in MXFP8.
-    is_exact = call.input is None or rows.scale_inv.dtype == torch.uint8
-    is_exact = is_exact and quantizers.is_exact
+    # The scales of an input that was given in 8 bits may be no powers of two.
+    is_exact = call.input is None and quantizers.is_exact
     y = multiply(rows, weight, options.dtype, bias=bias, fast=True, is_exact=is_exact)
     y = y.reshape(*operands.input.shape[:-1], y.shape[-1])
     scale, kept, kept_scale_inv = None, None, None
@@ -131,7 +128,7 @@ def _normalize(call: QuantizedCall, operands: Operands, *, recorded: bool) -> _N
         else:
             rows = quantizers.with_transposed(call.input) if recorded else call.input
         return _Normalized(rows, None, None, None)
-    in_blocks = isinstance(quantizers.recipe, IN_BLOCKS)
+    in_blocks = isinstance(quantizers.recipe, BlockScaling)
     transpose = options.save_normalized
     if arrays.on_host(input) or in_blocks or options.return_normalized:
         values, mean, rstd, _ = kernels.forward(options, operands, torch.float32)

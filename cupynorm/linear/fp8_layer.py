@@ -12,7 +12,6 @@ from torch import Tensor
 from ..gpu import arrays
 from ..nn import amaxes, autocast, fp8, modes, wrapped
 from ..nn.dtypes import outside_autocast, product_dtype
-from ..nn.past_calls import PastCalls
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
@@ -22,7 +21,6 @@ from .fp8 import RegionCall
 from .function import check_call
 from .gradient_layer import GradientLayer
 from .matrices import as_result, as_rows, join
-from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
 
 
@@ -30,21 +28,18 @@ class Fp8Layer(GradientLayer):
     """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the quantised weight that is_first_microbatch
-    shares, behind its recipe and modes.stream_of. _slot: for amaxes.py. _past_calls: which a
-    checkpoint may run again.
+    shares, behind its recipe and modes.stream_of. _slot: for amaxes.py.
     """
 
     in_features: int
     out_features: int
     _fp8_states: dict[str, fp8.Scales]
     _fp8_weight: tuple[Recipe, tuple | None, QuantizedTensor] | None
-    _past_calls: PastCalls
 
     def _begin_state(self) -> None:
         super()._begin_state()
         self._fp8_states, self._fp8_weight = {}, None
         self._slot = amaxes.new_slot(self._kind())
-        self._past_calls = PastCalls()
 
     def _kind(self) -> str:
         """What the layer's twins on other ranks share with it."""
@@ -54,26 +49,11 @@ class Fp8Layer(GradientLayer):
         """The layer's options for products of a dtype."""
         raise NotImplementedError
 
-    def _has_8_bit_weights(self) -> bool:
-        """Whether the layer was made inside fp8_model_init."""
-        return isinstance(self._weights()[0], QuantizedWeight)
-
     # Calls.
 
     def _region(self) -> autocast.Region | None:
         """The region of a call: of the first run of a call that a checkpoint runs again."""
-        region = autocast.active()
-        if modes.is_compiling():
-            return region
-        # The region around backward() is not that of the forward.
-        past = None if autocast.began_in_backward() else self._past_calls.run_again()
-        if past is not None and not past.is_inside:
-            region = past.region
-        # If the next past call began a region of its own, this one came before it and was not kept.
-        was_kept = past is None or not past.is_inside
-        if region is None and was_kept and not self._past_calls.is_empty:
-            self._past_calls.add(None, is_recorded=torch.is_grad_enabled())
-        return region
+        return autocast.active() if modes.is_compiling() else autocast.kept(autocast.active)
 
     def _project_in_fp8(
         self, call: RegionCall, operands: Operands, fp8_output: bool
@@ -126,8 +106,6 @@ class Fp8Layer(GradientLayer):
                 "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
         check_call(LinearCall(operands, call.options))
-        if isinstance(operands.weights[0], QuantizedWeight):
-            operands.weights[0].check_recipe(call.region.recipe)
         recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all)
         if recorded and fp8_output:
             raise ValueError(
@@ -140,22 +118,11 @@ class Fp8Layer(GradientLayer):
         self, call: RegionCall, operands: Operands
     ) -> tuple[fp8_linear.QuantizedCall, QuantizedTensor]:
         """What fp8_linear.forward needs: the call and the quantised weight."""
-        region, recipe, scale = call.region, call.region.recipe, None
-        past = self._past_calls.run_again()
-        device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
-        keeps = call.keeps_amaxes and not has_amaxes and autocast.active() is not None
-        keeps = keeps and not modes.learns_shapes()
-        quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
-        if isinstance(recipe, DelayedScaling):
-            scale = None if past is None else past.scale
-            quantizers.forward_scale = scale
-            scale = self._fp8_states["forward"].scale if scale is None else scale
-        self._past_calls.add(
-            region,
-            is_recorded=call.recorded,
-            has_amaxes=keeps or has_amaxes,
-            scale=scale,
-        )
+        region, recipe = call.region, call.region.recipe
+        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not modes.learns_shapes()
+        quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=keeps)
+        if isinstance(recipe, DelayedScaling) and autocast.runs:
+            quantizers.forward_scale = autocast.kept(quantizers.states["forward"].scale.clone)
         quantized_call = fp8_linear.QuantizedCall(
             call.options, quantizers, call.quantize_gradient, call.input
         )
@@ -210,10 +177,7 @@ class Fp8Layer(GradientLayer):
         are the same; None: quantised.
         """
         is_first, recorded = call.is_first_microbatch, call.recorded
-        weight = operands.weights[0]
-        if isinstance(weight, QuantizedWeight):
-            return weight.for_products(transpose=recorded)
-        stream = None if is_first is None else modes.stream_of(weight)
+        stream = None if is_first is None else modes.stream_of(operands.weights[0])
         recipe, cached_on, cached = self._fp8_weight or (None, None, None)
         if is_first is False and recipe == quantizers.recipe and cached_on == stream:
             if cached.transposed is not None or not recorded:
@@ -246,8 +210,7 @@ class Fp8Layer(GradientLayer):
         self._fp8_weight = None
 
     def _apply(self, function: Callable, recurse: bool = True) -> Fp8Layer:
-        with keeping_8_bits():
-            super()._apply(function, recurse)
+        super()._apply(function, recurse)
         self._move_scales(function)
         self._drop_derived()
         return self
@@ -257,29 +220,16 @@ class Fp8Layer(GradientLayer):
         self._fp8_states = {name: state for name, state in moved.items() if state is not None}
 
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_fp8_weight": None, "_past_calls": PastCalls()}
+        return super().__getstate__() | {"_fp8_weight": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._slot = amaxes.new_slot(self._kind())
         self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
 
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, parameter in () if keep_vars else self._parameters.items():
-            if isinstance(parameter, QuantizedWeight):
-                destination[f"{prefix}{name}"] = parameter.detach().dequantize()
-
-    def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, local_metadata: dict, *arguments
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         fp8.complete(self, state_dict, prefix)
-        assigns = local_metadata.get("assign_to_params_buffers", False)
-        for name, parameter in self._parameters.items() if assigns else ():
-            values = state_dict.get(f"{prefix}{name}")
-            if isinstance(parameter, QuantizedWeight) and isinstance(values, Tensor):
-                state_dict[f"{prefix}{name}"] = parameter.quantized_like(values)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._drop_derived()
 
 

@@ -10,8 +10,13 @@ from torch import Tensor
 
 from ..nn.dtypes import outside_autocast
 from ..nn.modes import is_compiling, is_inside_backward, learns_shapes, wants_gradient
-from .data_parallel import DataParallel, check_is_leaf
-from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
+from .weight_gradients import (
+    Step,
+    WeightGradientSink,
+    check_is_leaf,
+    check_main_grad,
+    check_reducers,
+)
 
 
 class GradientLayer(torch.nn.Module):
@@ -26,16 +31,19 @@ class GradientLayer(torch.nn.Module):
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self._step, self._begins_later = Step(False), False
         self._delayed: deque[Callable[[], None]] = deque()
-        self._data_parallel = DataParallel()
 
     def _parts(self) -> list[Tensor]:
         """The weights and biases that the layer holds now."""
         return [*self._weights(), *self._biases()]
 
     def _begin_forward(self) -> None:
-        """Notes the DistributedDataParallel around a forward."""
-        if self.delay_wgrad_compute and not is_compiling():
-            self._data_parallel.begin_forward()
+        """Refuses reducers of torch; also before a checkpoint, which records the call later."""
+        if not (self.training or torch.is_grad_enabled()) or is_compiling():
+            return
+        if self.delay_wgrad_compute:
+            check_reducers("delay_wgrad_compute", self._parts())
+        elif self.fuse_wgrad_accumulation:
+            check_reducers("fuse_wgrad_accumulation", self._weights())
 
     def _end_forward(self, is_first_microbatch: bool | None) -> None:
         """Notes a forward that is not recorded: a checkpoint may record it later."""
@@ -66,9 +74,7 @@ class GradientLayer(torch.nn.Module):
             return WeightGradientSink(weights, biases, step, None)
         for name, parameter in zip((*self.weight_names, *self.bias_names), (*weights, *biases)):
             check_is_leaf(name, parameter)
-        groups = [self._data_parallel.group(each) for each in self._parts()]
-        delay = Delay(self._delayed, self._parts, groups)
-        return WeightGradientSink(weights, biases, step, delay)
+        return WeightGradientSink(weights, biases, step, self._delayed)
 
     def _take_step(self, sink: WeightGradientSink | None) -> None:
         """After a forward that was not refused: its step is that of the forwards that follow."""
@@ -78,10 +84,8 @@ class GradientLayer(torch.nn.Module):
     def backward_dw(self) -> None:
         """Makes the gradients of weights and biases that the oldest backward left.
 
-        It adds them to .grad (or main_grad) and runs the hooks. Inside of DistributedDataParallel
-        and fully_shard it adds the mean over all ranks, so all ranks must call it. Call it once for
-        each backward; any number may be left before a step. Does nothing without
-        delay_wgrad_compute.
+        It adds them to .grad (or main_grad) and runs the hooks. Call it once for each backward; any
+        number may be left before a step. Does nothing without delay_wgrad_compute.
 
         Raises RuntimeError if no backward has left anything, or if a tensor that it reads was
         written to: the gradient of y and the normalised tensor (in 8 bits copies of its own), or,
@@ -134,5 +138,4 @@ class GradientLayer(torch.nn.Module):
             "_delayed": deque(),
             "_step": Step(False),
             "_begins_later": False,
-            "_data_parallel": DataParallel(),
         }

@@ -18,7 +18,6 @@ from ..norm.quantized_tensor import QuantizedTensor
 from .call import Operands
 from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
-from .quantized_weight import QuantizedWeight
 from .weight_gradients import WeightGradientSink
 
 
@@ -42,11 +41,8 @@ class LinearLayer(Fp8Layer):
         """
         if not modes.is_compiling():
             return False
-        # A checkpoint may run the call again, and then needs the region of its first run. A graph
-        # cannot look for it.
-        may_run_again = not self._past_calls.is_empty
-        in_fp8 = autocast.is_inside() or self._has_8_bit_weights()
-        return in_fp8 or may_run_again or self._has_sink()
+        # What a checkpoint runs again needs the region of its first run, which no graph keeps.
+        return autocast.is_inside() or bool(autocast.runs) or self._has_sink()
 
     def _call(
         self,
@@ -64,14 +60,9 @@ class LinearLayer(Fp8Layer):
         """
         self._begin_forward()
         if region is not None:
-            # A checkpoint may run its layers without recording them, and again in backward.
-            keeps_amaxes = torch.is_grad_enabled() or (
-                region.records and self.training and modes.wants_gradient(*operands.all)
-            )
+            autocast.check_checkpoint(region)
             options = self.linear_options(product_dtype(operands.input))
-            call = RegionCall(
-                region, options, fp8_grad, is_first_microbatch, keeps_amaxes, False, quantized
-            )
+            call = RegionCall(region, options, fp8_grad, is_first_microbatch, False, quantized)
             results = self._project_in_fp8(call, operands, fp8_output)
         elif fp8_output or fp8_grad:
             name = "fp8_output" if fp8_output else "fp8_grad"
@@ -79,8 +70,6 @@ class LinearLayer(Fp8Layer):
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
         else:
-            if isinstance(operands.weights[0], QuantizedWeight):
-                operands = operands._replace(weights=[operands.weights[0].dequantize()])
             self._calibrate(operands)
             project = self._project
             if self._has_sink():

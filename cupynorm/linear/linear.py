@@ -12,8 +12,6 @@ from ..norm.quantized_tensor import QuantizedTensor
 from .call import LinearCall, LinearOptions, Operands, launch_options
 from .function import normalize_and_project
 from .layer import LinearLayer
-from .model_init import begin_weights
-from .quantized_weight import QuantizedWeight
 from .quantizers import as_matrix, fits
 from .weight_gradients import WeightGradientSink
 
@@ -85,7 +83,6 @@ class Linear(LinearLayer, torch.nn.Linear):
         self.delay_wgrad_compute = delay_wgrad_compute
         self.fp8_state = fp8_state
         self._begin_state()
-        begin_weights(self, self.weight_names)
         self._mark_parameters()
 
     @property
@@ -128,19 +125,17 @@ class Linear(LinearLayer, torch.nn.Linear):
         if isinstance(input, QuantizedTensor):
             quantized, input = _unpacked(input, region)
         self._check_input(input)
-        weight = self.weight
         is_torchs = region is None and not (
             fp8_output
             or fp8_grad
             or self.fuse_wgrad_accumulation
             or self.delay_wgrad_compute
             or autocast.calibration() is not None
-            or isinstance(weight, QuantizedWeight)
         )
         if is_torchs:
-            return functional.linear(input, weight, self.bias)
+            return functional.linear(input, self.weight, self.bias)
         y, _ = self._call(
-            Operands(input, None, None, None, [weight], self._biases()),
+            Operands(input, None, None, None, self._weights(), self._biases()),
             region,
             is_first_microbatch,
             fp8_output=fp8_output,

@@ -7,7 +7,6 @@ function.py           its other calls
 compiled.py           its operator for torch.compile
 gradient_layer.py     fuse_wgrad_accumulation and delay_wgrad_compute
 weight_gradients.py   how they add
-data_parallel.py      how they are averaged over the ranks of other libraries
 """
 
 from __future__ import annotations
@@ -75,7 +74,8 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         weight.overwrite_main_grad is true. A weight with an attribute grad_added_to_main_grad gets
         it set to True, and a gradient without meaning.
     delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one
-        call for each backward.
+        call for each backward. Both are refused inside DistributedDataParallel and fully_shard,
+        which would miss the gradient; Megatron's reducer has hooks for them.
     parallel_mode: None, "column" or "row": how the ranks of tp_group share the layer. The biases
         of "column" get the attributes that weights have: tensor_model_parallel, partition_dim and
         partition_stride.

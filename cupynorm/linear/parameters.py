@@ -12,7 +12,6 @@ from torch import Tensor
 from ..gpu import arrays
 from .gradient_layer import GradientLayer
 from .matrices import concatenate, join
-from .model_init import begin_weights, fill
 
 
 class NormLinearParameters(GradientLayer):
@@ -54,7 +53,6 @@ class NormLinearParameters(GradientLayer):
             else:
                 setattr(self, name, empty(0))
         self.reset_parameters()
-        begin_weights(self, self.weight_names)
         self._mark_parameters()
 
     def reset_parameters(self) -> None:
@@ -72,7 +70,7 @@ class NormLinearParameters(GradientLayer):
                 self.layer_norm_bias.zero_()
             for weight in self._weights():
                 with self._random_state():
-                    fill(weight, self.init_method or _initialize)
+                    (self.init_method or _initialize)(weight)
             for bias in self._biases():
                 bias.zero_()
 

@@ -15,13 +15,10 @@ from ..nn.products import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
     E4M3,
-    IN_BLOCKS,
     LARGEST_FLOAT32,
-    MX_BLOCK_SIZE,
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
-    MXFP8BlockScaling,
     Recipe,
 )
 from ..norm.quantized_tensor import QuantizedTensor
@@ -96,7 +93,7 @@ class Quantizers:
         None for blocks. A current scale is the inverse of its inverse, which may differ in the last
         bit.
         """
-        if isinstance(self.recipe, IN_BLOCKS):
+        if isinstance(self.recipe, BlockScaling):
             return None
         delayed = self.delayed("input")
         if delayed is not None:
@@ -120,8 +117,6 @@ class Quantizers:
         """What a weight's transposed copy and its scales mean."""
         if isinstance(self.recipe, BlockScaling):
             return Factor(data, scale_inv, BLOCK_SIZE)
-        if isinstance(self.recipe, MXFP8BlockScaling):
-            return Factor(data, scale_inv, 1, MX_BLOCK_SIZE)
         return Factor(data, scale_inv)
 
     def of_normalized(
@@ -156,8 +151,6 @@ class Quantizers:
                 power_of_two=recipe.power_of_two,
                 transpose=transpose,
             )
-        if isinstance(recipe, MXFP8BlockScaling):
-            return quantization.quantize_mx(x, dtype, transpose=transpose)
         if isinstance(recipe, CurrentScaling):
             return quantization.quantize_current(x, dtype, self.rule, transpose=transpose)
         # The output is quantised only where nothing is recorded, so no step has its amax.
@@ -184,7 +177,7 @@ class Quantizers:
         self, dy: Tensor, sum_dtype: torch.dtype | None
     ) -> tuple[QuantizedGradient, Tensor | None]:
         """dy, [num_rows, out_features], in 8 bits; and its sums over rows if sum_dtype is given."""
-        if isinstance(self.recipe, IN_BLOCKS) or sum_dtype is None:
+        if isinstance(self.recipe, BlockScaling) or sum_dtype is None:
             quantized = self.quantize("grad_output", dy, transpose=True)
             sums = None if sum_dtype is None else sum_rows(dy, sum_dtype)
         else:  # one kernel makes both
@@ -200,12 +193,11 @@ def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:
     """Whether a recipe can multiply what was quantised elsewhere, as an input."""
     if not arrays.is_torch(quantized.data) or quantized.data.dtype != recipe.fp8_format.value[0]:
         return False
-    if not isinstance(recipe, IN_BLOCKS):
+    if not isinstance(recipe, BlockScaling):
         return quantized.block_rows is None
-    is_mx = isinstance(recipe, MXFP8BlockScaling)
     return (
-        (quantized.block_rows, quantized.block_cols) == (1, MX_BLOCK_SIZE if is_mx else BLOCK_SIZE)
-        and quantized.scale_inv.dtype == (torch.uint8 if is_mx else torch.float32)
+        (quantized.block_rows, quantized.block_cols) == (1, BLOCK_SIZE)
+        and quantized.scale_inv.dtype == torch.float32
         and quantized.scale_inv.shape[:-1] == quantized.data.shape[:-1]
     )
 

@@ -6,8 +6,9 @@ in a queue for backward_dw(). A WeightGradientSink takes them from a backward.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..nn.products import wide_product
-from .data_parallel import accumulate
 from .matrices import split_like, sum_rows
 
 
@@ -44,22 +44,10 @@ class WeightProduct(NamedTuple):
     reads: Mapping[str, Tensor | None] = {}
 
 
-class Delay(NamedTuple):
-    """Where delayed work goes.
-
-    queue: of the work. present: makes the list of weights and biases that the layer holds now.
-    groups: of DistributedDataParallel, or None, for each of those.
-    """
-
-    queue: deque
-    present: Callable[[], Sequence[Tensor]]
-    groups: Sequence[Any]
-
-
 class WeightGradientSink:
     """Takes the gradients of one forward's weights and biases.
 
-    step: of main_grad; None where gradients go to .grad. delay: None where nothing is delayed.
+    step: of main_grad; None where gradients go to .grad. queue: of delayed work, or None.
     """
 
     def __init__(
@@ -67,14 +55,14 @@ class WeightGradientSink:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor],
         step: Step | None,
-        delay: Delay | None,
+        queue: deque[Callable[[], None]] | None,
     ) -> None:
-        self.weights, self.biases, self.step, self.delay = weights, biases, step, delay
+        self.weights, self.biases, self.step, self.queue = weights, biases, step, queue
 
     @property
     def delays(self) -> bool:
         """Whether the work is queued."""
-        return self.delay is not None
+        return self.queue is not None
 
     def take(
         self, product: WeightProduct, wanted: Sequence[bool]
@@ -90,7 +78,7 @@ class WeightGradientSink:
             versions = [
                 (name, each, each._version) for name, each in reads.items() if each is not None
             ]
-            self.delay.queue.append(partial(self._run_delayed, product, weights, biases, versions))
+            self.queue.append(partial(self._run_delayed, product, weights, biases, versions))
             return [None] * len(weights), [None] * len(biases)
         bias_gradients = self._bias_gradients(product.rows, biases)
         self._add_weights(product, weights)
@@ -99,7 +87,7 @@ class WeightGradientSink:
     def take_nothing(self) -> None:
         """For a backward that no gradient of y has reached."""
         if self.delays:
-            self.delay.queue.append(_do_nothing)
+            self.queue.append(_do_nothing)
 
     def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
         if all(bias is None for bias in biases):
@@ -121,12 +109,9 @@ class WeightGradientSink:
                     "it; expected no such write (autograd may add another gradient into the memory "
                     "of that of y: y.register_hook(torch.clone) keeps them separate)"
                 )
-        num_weights = len(self.weights)
-        present, groups = self.delay.present()[num_weights:], self.delay.groups[num_weights:]
-        of_biases = self._bias_gradients(product.rows, biases)
-        for bias, now, gradient, group in zip(biases, present, of_biases, groups):
+        for bias, gradient in zip(biases, self._bias_gradients(product.rows, biases)):
             if bias is not None:
-                accumulate(bias, now, gradient, group)
+                _accumulate(bias, gradient)
         self._add_weights(product, weights)
 
     def _add_weights(self, product: WeightProduct, weights: Sequence[Tensor | None]) -> None:
@@ -139,11 +124,9 @@ class WeightGradientSink:
                 dweight = rows.t() @ normalized
             else:
                 dweight = make_dweight(self.weights[0].dtype)
-            parts = split_like(dweight, self.weights)
-            present, groups = self.delay.present(), self.delay.groups
-            for weight, now, part, group in zip(weights, present, parts, groups):
+            for weight, part in zip(weights, split_like(dweight, self.weights)):
                 if weight is not None:
-                    accumulate(weight, now, part, group)
+                    _accumulate(weight, part)
             return
         sizes = [len(weight) for weight in self.weights]
         overwrites, self.step.is_stale = self.step.is_stale, False
@@ -184,6 +167,50 @@ def _is_reached(node: Any) -> bool:
         return True
 
 
+def check_reducers(option: str, parameters: Sequence[Tensor]) -> None:
+    """Raises NotImplementedError where torch would reduce gradients over ranks too early.
+
+    option: fuse_wgrad_accumulation or delay_wgrad_compute. parameters: whose gradients it takes.
+    """
+    if not torch.distributed.is_available():
+        return
+    wrapper = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if wrapper is not None and _share(parameters, wrapper._module_parameters):
+        name = "DistributedDataParallel"
+    elif _share(parameters, _gathered()):
+        name = "fully_shard"
+    else:
+        return
+    raise NotImplementedError(
+        f"a layer with {option}=True runs inside {name}, which reduces gradients at the end of "
+        f"backward and would miss this one; expected {option}=False, or Megatron's reducer"
+    )
+
+
+def _share(ones: Sequence[Tensor], others: Iterable[Tensor | None]) -> bool:
+    return not {id(each) for each in ones}.isdisjoint(map(id, others))
+
+
+def _gathered() -> Iterator[Tensor | None]:
+    """The parameters that fully_shard has gathered."""
+    fsdp = sys.modules.get("torch.distributed._composable_state")
+    for reference in [] if fsdp is None else [*fsdp._module_state_mapping.values()]:
+        groups = getattr(reference(), "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.12 there is one
+            groups = [getattr(reference(), "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            yield from (getattr(each, "_unsharded_param", None) for each in group.fsdp_params)
+
+
+def check_is_leaf(name: str, weight: Tensor) -> None:
+    """Raises RuntimeError where a delayed gradient would reach no parameter."""
+    if weight.requires_grad and not weight.is_leaf:
+        raise RuntimeError(
+            f"{name} is made of other tensors (by FullyShardedDataParallel or a parametrization), "
+            "which backward_dw() cannot reach; expected a parameter, or delay_wgrad_compute=False"
+        )
+
+
 def check_main_grad(name: str, weight: Tensor) -> None:
     """Raises RuntimeError or ValueError where a weight has no main_grad of its shape."""
     main_grad = getattr(weight, "main_grad", None)
@@ -204,6 +231,17 @@ def _masked(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | 
 
 def _do_nothing() -> None:
     pass
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Adds a delayed gradient to .grad, and runs the hooks that follow."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for hook in tuple(hooks.values()):
+        hook(parameter)
 
 
 def _main_grad(weight: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ modes, repeated         what torch does with a call; whether it is like the last
 wrapped                 nested tensors and DTensors as arguments
 modules, second_names   LayerNorm and RMSNorm
 swap, probe             swap_norms, and how it finds out what a module computes
-autocast, recipes       fp8_autocast, and where scales come from
+autocast, recipes       fp8_autocast, also in checkpoints, and where scales come from
 fp8, amaxes             the scales that DelayedScaling keeps, and the end of its step
-fp8_norm, past_calls    modules with fp8_output; calls that a checkpoint runs again
+fp8_norm                modules with fp8_output
 quantization, products  matrices in 8 bits, and products of them
 dtypes                  dtypes by name and under torch.autocast
 """

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..gpu.arrays import type_in_words
 from . import amaxes
 from .amaxes import UsedScales
-from .modes import is_inside_backward, top_hooks
+from .modes import is_inside_backward, is_recomputed
 from .recipes import DelayedScaling, Recipe
 from .second_names import either
 
@@ -27,9 +30,6 @@ class Region:
     groups: those over which it then reduces amaxes.
     records: whether gradients were recorded where it began.
     calibration: the recipe of a disabled region that records amaxes.
-    in_backward: whether it began in a backward, inside of what a checkpoint runs again.
-    number: the number of autograd's nodes when it began.
-    hook: id of the innermost hook of saved tensors, such as a checkpoint's, where it began.
     """
 
     recipe: Recipe | None
@@ -38,9 +38,6 @@ class Region:
     groups: list[Any]
     records: bool
     calibration: DelayedScaling | None = None
-    in_backward: bool = False
-    number: int = 0
-    hook: int | None = None
 
 
 # What torch.distributed.new_group gives a rank that is not in the group.
@@ -67,11 +64,6 @@ def calibration() -> Region | None:
     return _regions[-1] if _regions and _regions[-1].calibration is not None else None
 
 
-def began_in_backward() -> bool:
-    """Whether what a checkpoint runs again is in a region of its own, enabled or not."""
-    return bool(_regions) and _regions[-1].in_backward
-
-
 @contextlib.contextmanager
 def fp8_autocast(
     enabled: bool = True,
@@ -95,7 +87,7 @@ def fp8_autocast(
         (torch.float8_e4m3fn, array([[0.808, 1.131]], dtype=float32))
 
     enabled: False switches an outer region off.
-    recipe: DelayedScaling (the default), CurrentScaling, BlockScaling or MXFP8BlockScaling.
+    recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
     calibrating: with enabled=False, layers compute in their own dtype and record the amaxes of
         their input (normalised, behind a norm) and weight. When the region ends their delayed
@@ -108,11 +100,10 @@ def fp8_autocast(
     the region before, or inside of this one. Amaxes of all layers are then reduced at once: every
     rank of the group must enter a region, but need not use the same layers.
 
-    A forward under torch.no_grad() changes no state if the region began under it too, or if the
-    layer is in eval mode. Nor does a region that an exception leaves.
+    A forward under torch.no_grad() changes no state. Nor does a region that an exception leaves.
 
-    A region may be around a checkpoint or inside of the checkpointed function. Layers are run again
-    by the recipe and the scales of their forward.
+    Around a checkpoint, and inside of a checkpointed function with DelayedScaling, give the
+    checkpoint context_fn=cupynorm.fp8_checkpoint_contexts.
 
     torch.compile breaks the graph where a region begins, and at each of our layers inside of it.
     Regions belong to the process: those of several threads are nested in the order in which they
@@ -129,7 +120,6 @@ def fp8_autocast(
     used, groups = (_regions[0].used, _regions[0].groups) if _regions else ({}, [])
     recipe = recipe or DelayedScaling()
     is_recorded = isinstance(recipe, DelayedScaling) and (enabled or calibrating)
-    hooks = top_hooks(False)
     region = Region(
         recipe if enabled else None,
         group,
@@ -137,9 +127,6 @@ def fp8_autocast(
         groups,
         torch.is_grad_enabled(),
         recipe if is_recorded and not enabled else None,
-        is_inside_backward(),
-        torch.autograd._get_sequence_nr(),
-        None if hooks is None else id(hooks[0]),
     )
     if is_recorded and recipe.reduce_amax and not any(each is group for each in groups):
         groups.append(group)
@@ -157,6 +144,111 @@ def fp8_autocast(
                 amaxes.end_step(used, groups)
 
 
+# Checkpoints of activations.
+
+
+class _Run:
+    """The first run of what a checkpoint runs, or a run that repeats it, as a context manager.
+
+    values: what layers keep in the first run, in order. A repetition may end early.
+    """
+
+    def __init__(self, values: list[Any], *, repeats: bool) -> None:
+        self.values, self.repeats = values, repeats
+
+    def __enter__(self) -> None:
+        self.thread, self.left = threading.get_ident(), iter(self.values)
+        runs.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        runs.remove(self)
+
+    def next_value(self) -> Any:
+        """Of the first run."""
+        for value in self.left:
+            return value
+        raise RuntimeError(
+            "a checkpoint runs more layers again than it ran at first; expected a function that "
+            "calls the same layers in each run"
+        )
+
+
+# Of all threads, the innermost last. A list, because torch.compile guards its length cheaply.
+runs: list[_Run] = []
+_T = TypeVar("_T")
+
+
+def fp8_checkpoint_contexts() -> tuple[
+    contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
+]:
+    """For torch.utils.checkpoint: layers are run again by the recipe and scales of their forward.
+
+    Examples:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> layer, x = cupynorm.Linear(64, 64), torch.randn(8, 64, requires_grad=True)
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.DelayedScaling()):
+        ...     y = checkpoint(
+        ...         layer,
+        ...         x,
+        ...         use_reentrant=False,
+        ...         context_fn=cupynorm.fp8_checkpoint_contexts,
+        ...     )
+        >>> y.sum().backward()
+        >>> x.grad.shape
+        torch.Size([8, 64])
+
+    The second run records no amaxes. Results and gradients are those without a checkpoint, to the
+    bit. Also needed with DelayedScaling where fp8_autocast is inside of the checkpointed function.
+
+    Returns two context managers, around the first run and around each later one.
+
+    Raises nothing itself. Without it layers raise NotImplementedError in reentrant checkpoints with
+    fp8_autocast around, and with DelayedScaling where others run them again. With other recipes
+    these run them again in the region that is around backward.
+    """
+    values: list[Any] = []
+    return _Run(values, repeats=False), _Run(values, repeats=True)
+
+
+def kept(make: Callable[[], _T]) -> _T:
+    """make(), or what it made in the first run of what a checkpoint runs again."""
+    firsts = []
+    for run in reversed(_own_runs()):
+        if run.repeats:
+            value = run.next_value()
+            break
+        firsts.append(run)
+    else:
+        value = make()
+    for run in firsts:
+        run.values.append(value)
+    return value
+
+
+def runs_again() -> bool:
+    """Whether a checkpoint with fp8_checkpoint_contexts runs again what runs now."""
+    return any(run.repeats for run in _own_runs())
+
+
+def _own_runs() -> list[_Run]:
+    return [run for run in runs if run.thread == threading.get_ident()] if runs else []
+
+
+def check_checkpoint(region: Region) -> None:
+    """Raises NotImplementedError in a checkpoint that runs a call again by other scales."""
+    is_wrong = isinstance(region.recipe, DelayedScaling) and is_recomputed() and not runs_again()
+    if region.records and not torch.is_grad_enabled():  # perhaps a reentrant one inside the region
+        frame, code = sys._getframe(1), CheckpointFunction.forward.__code__
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        is_wrong = is_wrong or frame is not None
+    if is_wrong:
+        raise NotImplementedError(
+            "a checkpoint runs a layer again without the scales of its forward; expected "
+            "checkpoint(..., use_reentrant=False, context_fn=cupynorm.fp8_checkpoint_contexts)"
+        )
+
+
 def _check(enabled: object, calibrating: object, recipe: object, group: object) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(
@@ -171,8 +263,8 @@ def _check(enabled: object, calibrating: object, recipe: object, group: object) 
         raise TypeError(f"calibrating is {calibrating!r}; expected True or False")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling, "
-            "BlockScaling or MXFP8BlockScaling"
+            f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling "
+            "or BlockScaling"
         )
     is_group = callable(getattr(group, "size", None)) and not isinstance(group, torch.Tensor)
     if not (is_group or group is None or group is _OUTSIDE_OF_GROUP):

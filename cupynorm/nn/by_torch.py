@@ -172,9 +172,7 @@ def _quantized(y: Tensor, operands: ForwardOperands, options: ForwardOptions) ->
     rule, num_cols = options.quantization, math.prod(options.extents)
     matrix, dtype = y.reshape(-1, num_cols), getattr(torch, rule.dtype)
     power_of_two = rule.power_of_two
-    if rule.scaling == "mx":
-        data, scale_inv = of_torch.quantize_mxfp8(matrix, dtype)
-    elif rule.scaling == "block":
+    if rule.scaling == "block":
         blocks = of_torch.quantize_blocks(matrix, dtype, power_of_two=power_of_two)
         data, scale_inv = blocks.data, blocks.scale_inv
     else:

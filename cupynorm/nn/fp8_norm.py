@@ -13,9 +13,8 @@ from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quan
 from ..norm.route import normalize
 from . import amaxes, autocast, fp8, wrapped
 from .dtypes import name_of
-from .modes import is_recorded, is_transformed, learns_shapes, wants_gradient
-from .past_calls import PastCall, PastCalls
-from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from .modes import is_recorded, is_transformed, learns_shapes
+from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
 
 
 class _Step(NamedTuple):
@@ -33,7 +32,6 @@ class Fp8Norm(torch.nn.Module):
     """The part of a norm that runs inside cupynorm.fp8_autocast.
 
     _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for amaxes.py.
-    _past_calls: which a checkpoint may run again.
     """
 
     _centered: bool
@@ -45,19 +43,14 @@ class Fp8Norm(torch.nn.Module):
     fp8_state: bool = False
     sm_margin: int | Mapping[str, int]
     _fp8_scales: fp8.Scales | None = None
-    _past_calls: PastCalls
 
     def _begin_fp8(self) -> None:
         """Must run in the constructor."""
         self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
-        self._past_calls = PastCalls()
 
     def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias."""
         raise NotImplementedError
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "_past_calls"}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -117,9 +110,7 @@ class Fp8Norm(torch.nn.Module):
         options: dict[str, Any],
     ) -> Any:
         """The call with fp8_output. operands, options: those that forward was given besides."""
-        region, past = autocast.active(), self._past_calls.run_again()
-        if past is not None and not autocast.began_in_backward():
-            region = past.region
+        region = autocast.kept(autocast.active)
         if region is None:
             raise ValueError(
                 "fp8_output is True outside of fp8_autocast; "
@@ -135,11 +126,8 @@ class Fp8Norm(torch.nn.Module):
         is_sharded = wrapped.is_any_dtensor(input)
         if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
-        # A checkpoint may run its layers without recording them, and again in backward.
-        keeps_amaxes = torch.is_grad_enabled() or (
-            region.records and self.training and wants_gradient(input, residual, *self.parameters())
-        )
-        step = self._begin_step(region, past, input.device, keeps_amaxes)
+        autocast.check_checkpoint(region)
+        step = self._begin_step(region.recipe, input.device)
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
         transpose = torch.is_grad_enabled() and not is_sharded
@@ -166,17 +154,7 @@ class Fp8Norm(torch.nn.Module):
             **options,
         )
         request = with_checked_options(ForwardRequest(norm_operands, norm_options))
-        call = self._past_calls.add(
-            region,
-            is_recorded=torch.is_grad_enabled(),
-            has_amaxes=step.amax is not None or (past is not None and past.has_amaxes),
-            scale=step.scale,
-        )
-        try:
-            results = normalize(request, return_residual)
-        except BaseException:
-            self._past_calls.discard(call)
-            raise
+        results = normalize(request, return_residual)
         if step.scales is not None:
             self._fp8_scales = step.scales
         if step.amax is not None:
@@ -184,28 +162,16 @@ class Fp8Norm(torch.nn.Module):
             region.used[self._fp8_slot, 0] = used
         return results
 
-    def _begin_step(
-        self,
-        region: autocast.Region,
-        past: PastCall | None,
-        device: torch.device,
-        keeps_amaxes: bool,
-    ) -> _Step:
-        """Changes nothing yet, because the call may be refused.
-
-        past: the first run of the call, where a checkpoint runs it again. keeps_amaxes: whether the
-        region's step counts.
-        """
-        recipe = region.recipe
+    def _begin_step(self, recipe: Recipe, device: torch.device) -> _Step:
+        """Changes nothing yet, because the call may be refused."""
         if not isinstance(recipe, DelayedScaling):
             return _Step(None, None, None)
         fp8.check_is_no_replica(self)
-        keeps_amaxes = keeps_amaxes and autocast.active() is not None and not learns_shapes()
-        keeps_amaxes = keeps_amaxes and not (past is not None and past.has_amaxes)
+        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not learns_shapes()
         dtypes = recipe.fp8_format.value[:1]
-        scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps_amaxes)
-        scale = scales.scale if past is None or past.scale is None else past.scale
-        return _Step(scales, scale, scales.amax(0) if keeps_amaxes else None)
+        scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps)
+        scale = autocast.kept(scales.scale.clone) if autocast.runs else scales.scale
+        return _Step(scales, scale, scales.amax(0) if keeps else None)
 
 
 def _quantization_of(recipe: Recipe, transpose: bool) -> Quantization:
@@ -216,6 +182,4 @@ def _quantization_of(recipe: Recipe, transpose: bool) -> Quantization:
     if isinstance(recipe, CurrentScaling):
         power_of_two, smallest_amax = recipe.power_of_two, recipe.amax_epsilon
         return Quantization(dtype, "tensor", power_of_two, transpose, smallest_amax)
-    if isinstance(recipe, BlockScaling):
-        return Quantization(dtype, "block", recipe.power_of_two)
-    return Quantization(dtype, "mx")
+    return Quantization(dtype, "block", recipe.power_of_two)

@@ -123,6 +123,13 @@ def is_inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_recomputed() -> bool:
+    """Whether a checkpoint with use_reentrant=False runs again what runs now."""
+    hooks = top_hooks(False)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith("_recomputation_hook.")
+
+
 def run_untraced(method):
     """The method itself, which torch.compile calls without tracing it.
 

@@ -211,7 +211,6 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
                            ends
         CurrentScaling     one, from the amax of this y
         BlockScaling       one for each 128 columns
-        MXFP8BlockScaling  one byte for each 32 columns
 
         With one scale, and where gradients are recorded, y.transposed is made too. The next layer
         may need it for the gradient of its weight.

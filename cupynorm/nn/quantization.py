@@ -21,7 +21,7 @@ from ..norm import reduce_matrix
 from ..norm.quantized_tensor import QuantizedTensor
 from .dtypes import name_of
 from .products import pad, sum_rows
-from .recipes import BLOCK_SIZE, E4M3, LARGEST, LARGEST_FLOAT32, MX_BLOCK_SIZE
+from .recipes import BLOCK_SIZE, LARGEST, LARGEST_FLOAT32
 
 
 class Rule(NamedTuple):
@@ -186,41 +186,3 @@ def _quantize_blocks(
     scale = scale_of(amax_of(blocks, 1, 3), dtype, power_of_two=power_of_two)
     data = encode(blocks, scale[:, None, :, None], dtype).reshape(padded.shape)
     return data[:num_rows, :num_cols].contiguous(), 1.0 / scale
-
-
-def quantize_mx(x: Tensor, dtype: torch.dtype, *, transpose: bool = False) -> QuantizedTensor:
-    """A matrix in MXFP8. transpose: also quantise the transposed matrix, by blocks of its own."""
-    data, scale_inv = quantize_mxfp8(x, dtype)
-    transposed, transposed_scale_inv = quantize_mxfp8(x.t(), dtype) if transpose else (None, None)
-    return QuantizedTensor(
-        data,
-        scale_inv,
-        x.dtype,
-        transposed=transposed,
-        transposed_scale_inv=transposed_scale_inv,
-        block_rows=1,
-        block_cols=MX_BLOCK_SIZE,
-    )
-
-
-def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
-    """MXFP8 of a matrix on any device: data, and E8M0 scale bytes [num_rows, num_cols / 32].
-
-    The number of scales of a row is rounded up.
-    """
-    num_rows, num_cols = x.shape
-    padded = pad(x.float(), 1, MX_BLOCK_SIZE)
-    blocks = padded.unflatten(1, (padded.shape[1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
-    amax = amax_of(blocks, 2) * (1 / LARGEST[dtype])
-    bits = amax.view(torch.int32)
-    exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
-    up = torch.where(exponent == 0, fraction > 0x400000, fraction > 0).int()
-    scale = torch.where(torch.isnan(amax), 255, (exponent + up).clamp(max=254))
-    # 2^(127 - e) is not a float32 for every e, so it is multiplied as two factors that are.
-    # Their product with x is exact or beyond the largest 8-bit float.
-    shift = 127 - scale
-    half = torch.div(shift, 2, rounding_mode="floor")
-    product = torch.ldexp(torch.ldexp(blocks, half[..., None]), (shift - half)[..., None])
-    product = torch.where(scale[..., None] == 255, float("nan"), product)
-    data = encode(product, 1.0, dtype).reshape(padded.shape)[:, :num_cols].contiguous()
-    return data, scale.to(torch.uint8)

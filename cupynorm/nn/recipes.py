@@ -3,7 +3,6 @@
 DelayedScaling   from the amaxes of earlier steps; this step's amax is recorded
 CurrentScaling   largest / amax of the tensor itself
 BlockScaling     the same for each 128 columns of a row, and for each 128 x 128 of a weight
-MXFP8BlockScaling  a power of two for each 32 columns of a row, of a weight too
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-BLOCK_SIZE, MX_BLOCK_SIZE = 128, 32
+BLOCK_SIZE = 128
 _LARGEST_MARGIN = 126
 
 
@@ -202,37 +201,4 @@ class BlockScaling:
         _check_power_of_two(self)
 
 
-@dataclass(frozen=True)
-class MXFP8BlockScaling:
-    """MXFP8: a power of two, one byte (E8M0), for each 32 elements along the summed dimension.
-
-    Examples:
-        >>> norm, x = cupynorm.RMSNorm(64), torch.ones(4, 64)
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.MXFP8BlockScaling()):
-        ...     y = norm(x, fp8_output=True)
-        >>> tuple(y.scale_inv.shape), y.scale_inv.dtype
-        ((4, 2), torch.uint8)
-
-    fp8_format: a Format.
-
-    Input, weight and gradient of the output are each quantised twice, along rows and along columns,
-    because the two products they are in sum along different dimensions. scale_inv is the largest
-    absolute value of the 32, divided by the format's largest and rounded up to a power of two:
-    cupynorm.reference.fp8.quantize_mxfp8 has the formula.
-
-    The layer multiplies the dequantised values, on a GPU in bfloat16, which holds them exactly, and
-    adds in float32. So the numbers are those of the format on any GPU. Products of MXFP8 by tensor
-    cores, which need compute capability 10.0, are not used.
-
-    Raises TypeError for an invalid argument.
-    """
-
-    fp8_format: Format = Format.E4M3
-
-    def __post_init__(self) -> None:
-        _check_format(self)
-
-
-Recipe = DelayedScaling | CurrentScaling | BlockScaling | MXFP8BlockScaling
-# Those whose scales are of blocks.
-IN_BLOCKS = BlockScaling | MXFP8BlockScaling
+Recipe = DelayedScaling | CurrentScaling | BlockScaling

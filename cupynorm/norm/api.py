@@ -110,14 +110,13 @@ def layer_norm(
     scale: what y is multiplied by. None: 1. An array of one float32 on the input's device, which
         the kernel reads there. Or the name of a granularity, whose scales are computed from the
         largest magnitude (amax) of each part of y: "tensor" (all of y), "row", "block" (128 columns
-        of a row), "mx" (32 columns, MXFP8). Such a scale is largest / amax, where largest is 448 or
-        57344, the format's; it is 1 where amax is 0, infinite or NaN. For "mx", scale_inv is amax /
-        largest rounded up to a power of two, in one byte. "tensor" reads the input twice; so do
-        "block" and "mx" where a block is not held by neighbouring lanes.
+        of a row). Such a scale is largest / amax, where largest is 448 or 57344, the format's; it
+        is 1 where amax is 0, infinite or NaN. "tensor" reads the input twice; so does "block" where
+        a block is not held by neighbouring lanes.
     amax: with a given scale: an array of one float32, 0 (not -0) or more, on the input's device, in
         memory of its own. It becomes the maximum of itself and all |y| of the call, before scaling.
         The scale of a later call can be computed from it.
-    power_of_two: round the scales of "tensor", "row" and "block" down to powers of two.
+    power_of_two: round scales that are computed down to powers of two.
     transpose: with one scale for all of y: also return y.transposed, [num_cols, num_rows], the
         layout that the product for a weight's gradient takes on Hopper. On a GPU a second kernel
         transposes the 8-bit data.

@@ -276,6 +276,8 @@ def quantization(
         )
     scaling = "given"
     if isinstance(scale, str):
+        if scale == "mx":
+            raise ValueError("scale='mx' was removed: write scale='block', a scale of 128 columns")
         if scale not in _COMPUTED_SCALINGS:
             names = ", ".join(map(repr, _COMPUTED_SCALINGS))
             raise ValueError(

@@ -45,7 +45,7 @@ def plan(
     dtype: of x.
     weight_dtype, bias_dtype: the same as dtype unless given; None if absent.
     out_dtype: of y.
-    scale: for an out_dtype of 8 bits, "given", "tensor", "row", "block" or "mx".
+    scale: for an out_dtype of 8 bits, "given", "tensor", "row" or "block".
     amax: whether the amax of y is recorded beside a given scale.
     residual: whether forward adds a residual to x; backward then adds the gradient of the sum.
     norm: "layer_norm" or "rms_norm".

@@ -228,8 +228,7 @@ class PreparedForward(CheckedForward, OnGpu):
         if options.quantization:
             scaling = options.quantization.scaling
             scales = scale_shape(scaling, leading, self.num_cols)
-            dtype = "uint8" if scaling == "mx" else "float32"
-            makers["scale_inv"] = allocator(library, scales, dtype)
+            makers["scale_inv"] = allocator(library, scales, "float32")
             if num_launches > 1:  # what the first launch hands to the second
                 makers["amaxes"] = allocator(library, scales, "float32")
         return makers

@@ -36,8 +36,7 @@ class QuantizedTensor:
         array of uint8 with its bits.
     scale_inv: float32. One element for all; block_rows is then None. Or (..., num_rows /
         block_rows, num_cols / block_cols), both rounded up: one for each block of that many rows
-        and columns, where num_cols counts all dimensions that were normalised over. In uint8 it is
-        MXFP8's: a byte b means 2^(b - 127), and 255 means NaN.
+        and columns, where num_cols counts all dimensions that were normalised over.
     format: "float8_e4m3fn" or "float8_e5m2". dtype: what dequantize() gives by default.
     transposed: None, or [num_cols, num_rows], contiguous: the transpose of data. With
         transposed_scale_inv it was quantised anew, in blocks along what was a column.
@@ -155,25 +154,9 @@ def _values_of_bits(quantized: QuantizedTensor) -> Array:
     return nvrtc.cupy().asarray(table)[quantized.data]
 
 
-def _factors(quantized: QuantizedTensor) -> Array:
-    """scale_inv in float32."""
-    scale_inv = quantized.scale_inv
-    if arrays.dtype_name(scale_inv) != "uint8":
-        return scale_inv
-    if arrays.is_torch(scale_inv):
-        bits = scale_inv.int() << 23
-        # 2^-127 has no exponent of its own, and 255 is NaN where the bits say infinity.
-        bits = bits.masked_fill(scale_inv == 0, 1 << 22).masked_fill(scale_inv == 255, 0x7FC00000)
-        return bits.view(arrays.TorchLibrary.dtype("float32"))
-    bits = scale_inv.astype(np.uint32) << 23
-    bits[scale_inv == 0] = 1 << 22
-    bits[scale_inv == 255] = 0x7FC00000
-    return bits.view(np.float32)
-
-
 def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
     """Each of the data's values in float32 times its factor."""
-    factors, shape, block_rows = _factors(quantized), tuple(quantized.shape), quantized.block_rows
+    factors, shape, block_rows = quantized.scale_inv, tuple(quantized.shape), quantized.block_rows
     if block_rows is None:
         return values * factors
     # A row may have several dimensions, all that scale_inv has not: its blocks go through them.

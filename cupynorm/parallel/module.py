@@ -159,8 +159,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
             and not self.fuse_wgrad_accumulation
             and not self.delay_wgrad_compute
             and not autocast.is_inside()
-            and self._past_calls.is_empty
-            and not self._has_8_bit_weights()
+            and not autocast.runs
         )
 
     def _call(

@@ -25,7 +25,7 @@ from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
-from ..nn.recipes import IN_BLOCKS
+from ..nn.recipes import BlockScaling
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
 from .ranks import Pending
@@ -195,7 +195,7 @@ class QuantizedProducts(Products):
     ) -> None:
         self.options, self.sharding, self.value_dtype = call.options, sharding, torch.float32
         self.quantizers, self._call, self._weight = call.quantizers, call, weight
-        self._in_blocks = isinstance(call.quantizers.recipe, IN_BLOCKS)
+        self._in_blocks = isinstance(call.quantizers.recipe, BlockScaling)
 
     def without_weight(self) -> QuantizedProducts:
         return QuantizedProducts(self._call, self.sharding, None)

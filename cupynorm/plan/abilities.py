@@ -52,7 +52,7 @@ def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
     one launch is enough if all of y is in registers and lanes of one warp hold each block. No
     slice of a cluster and no warp's part of a ring may end inside a block.
     """
-    if problem.scaling not in ("block", "mx"):
+    if problem.scaling != "block":
         return problem.scaling != "tensor"
     block = problem.cols_of_scale
     if tile.path == "ring":

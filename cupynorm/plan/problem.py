@@ -139,12 +139,12 @@ _FUSED += ("recomputed", "amax", "load", "store")
 DIRECTIONS = ("forward", "backward")
 NORMS = ("layer_norm", "rms_norm")
 # Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
-SCALINGS = ("given", "tensor", "row", "block", "mx")
+SCALINGS = ("given", "tensor", "row", "block")
 
 
 def cols_of_scale(scaling: str | None, num_cols: int) -> int | None:
     """Columns of a row that share a scale; None if the scale is that of the whole tensor."""
-    return {"row": num_cols, "block": 128, "mx": 32}.get(scaling)
+    return {"row": num_cols, "block": 128}.get(scaling)
 
 
 class OperandLayout(NamedTuple):
@@ -303,7 +303,7 @@ class Problem:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of each row."""
-        return self.num_scales * (1 if self.scaling == "mx" else 4)
+        return self.num_scales * 4
 
     @property
     def bytes_per_row(self) -> int:

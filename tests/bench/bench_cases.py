@@ -15,7 +15,7 @@ OPTIONS = [
     {"out_dtype": "float16"},
 ]
 
-SCALES = ("given", "tensor", "row", "block", "mx")
+SCALES = ("given", "tensor", "row", "block")
 
 CAUGHT = [
     ("forward", "y", None),

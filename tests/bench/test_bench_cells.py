@@ -39,11 +39,7 @@ def test_bytes_of_8_bit_outputs():
     assert num_bytes("given", residual=True) == 7 * elements  # x, residual, sum, y
     assert num_bytes("row") == 3 * elements + 4 * 4
     assert num_bytes("block") == 3 * elements + 4 * 2 * 4
-    assert num_bytes("mx") == 3 * elements + 4 * 8
-    assert (
-        num_bytes("block", 257) == 3 * 4 * 257 + 4 * 3 * 4
-        and num_bytes("mx", 257) == 3 * 4 * 257 + 4 * 9
-    )
+    assert num_bytes("block", 257) == 3 * 4 * 257 + 4 * 3 * 4
 
 
 def test_text_of_a_cell():
@@ -70,11 +66,11 @@ def test_8_bit_outputs_by_their_scales():
         cols=[64],
         rows=[4],
         out_dtype="float8_e4m3fn",
-        scales=["row", "mx"],
+        scales=["row", "block"],
     )
     assert [(cell.y, cell.scale) for cell in made] == [
         ("float8_e4m3fn", "row"),
-        ("float8_e4m3fn", "mx"),
+        ("float8_e4m3fn", "block"),
     ]
     assert made[0].kind == "rms_norm forward, bfloat16, y float8_e4m3fn, scale row"
     assert made[0].extras == ["out_dtype", "scale"]

@@ -192,8 +192,8 @@ def test_outcome_of_a_run(capsys, monkeypatch, tmp_path):
     ("given", "scales"),
     [
         ((), ["given"]),
-        (("--scale", "row,mx"), ["row", "mx"]),
-        (("--scale", "all"), ["given", "tensor", "row", "block", "mx"]),
+        (("--scale", "row,block"), ["row", "block"]),
+        (("--scale", "all"), ["given", "tensor", "row", "block"]),
     ],
 )
 def test_8_bit_outputs_by_scale(capsys, monkeypatch, tmp_path, given, scales):

@@ -36,11 +36,11 @@ from cupynorm.command_line import number, positives
         (("bench", "--dtype", "float8"), "'float8' is unknown"),
         (
             ("bench", "--scale", "column"),
-            "'column' is unknown; expected some of given,tensor,row,block,mx",
+            "'column' is unknown; expected some of given,tensor,row,block",
         ),
         (
             ("plan", "64", "--device", "H200", "--scale", "row"),
-            "scale is 'row'; expected one of given, tensor, row, block, mx, of a forward whose",
+            "scale is 'row'; expected one of given, tensor, row, block, of a forward whose",
         ),
         (
             ("plan", "64", "--device", "H200", "--amax"),

@@ -31,8 +31,7 @@ FILE = Path(__file__).parents[1] / "data" / "frozen_kernels.csv"
 GPUS = {80: "A100", 90: "H200", 100: "B200"}
 NUM_ROWS = (16, 4096)
 BATCH = 12
-# Those of kernel_grid.py that stay: no y that is normalised again,
-# no scales of MXFP8, no rows beyond 300,000 columns.
+# Those of kernel_grid.py that stay: no y that is normalised again, no rows beyond 300,000 columns.
 _GOING = ("recomputed",)
 
 
@@ -43,7 +42,7 @@ class Figures(NamedTuple):
 
 
 def _stays(problem: dict) -> bool:
-    return problem.get("scaling") != "mx" and not any(name in problem for name in _GOING)
+    return not any(name in problem for name in _GOING)
 
 
 def problems(compute_capability: int) -> Iterator[tuple[dict, int]]:

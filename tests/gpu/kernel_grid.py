@@ -177,13 +177,11 @@ QUANTIZED_PROBLEMS = [
     _to_8_bits("given", "bfloat16", "bfloat16", amax=True),
     _to_8_bits("given", "float32", "float32", amax=True),
     _to_8_bits("row", "bfloat16", "float32", residual=True),
-    _to_8_bits("mx", "float16", "float32", residual=True),
     _to_8_bits("row", "float64", "float64"),
     _to_8_bits("block", "float64", "float64"),
     _to_8_bits("row", "float32", "bfloat16", **_sum_in("float32")),
     _to_8_bits("tensor", "float32", "bfloat16", **_sum_in("float32")),
     _to_8_bits("row", "bfloat16", "bfloat16", **_sum_in("bfloat16"), **DROPS),
-    _to_8_bits("mx", "float16", "float16", round_x_hat="float16", centered=False),
 ]
 QUANTIZED_WIDTHS = (1, 33, 40, 255, 768, 999, 1536, 2048, 4096, 6144, 8192, 13312, 16384)
 QUANTIZED_WIDTHS += (65536, 200000)
@@ -235,9 +233,7 @@ LONG_QUANTIZED_PROBLEMS = _tuned_quantized((("given", False), ("given", True)), 
 LONG_QUANTIZED_PROBLEMS += _tuned_quantized((("tensor", False),), LAYER_NORMS)
 LONG_QUANTIZED_WIDTHS = (576, 704, 768, 6500, 7000, 9000, 10000, 11000, 13000, 14000, 15000)
 LONG_QUANTIZED_WIDTHS += (16000, 17600, 20000)
-AHEAD_QUANTIZED_PROBLEMS = _tuned_quantized(
-    (("row", False), ("block", False), ("mx", False)), LAYER_NORMS
-)
+AHEAD_QUANTIZED_PROBLEMS = _tuned_quantized((("row", False), ("block", False)), LAYER_NORMS)
 AHEAD_QUANTIZED_WIDTHS = (768, 3000, 5000, 6000, 7000, 7600, 8600, 9000, 10000, 11000, 15000)
 
 

@@ -176,7 +176,7 @@ def test_plan_and_kernel_agree_on_early_fetches(tmp_path, changes):
     of_all = {"y": "float8_e4m3fn", "weight": x, "bias": x, **changes, "x": x}
     seen = set()
     for scaling, packs, blocks, exact in itertools.product(
-        ("row", "block", "mx", "given"), (7, 8), (2, 4, 5), (0, 1)
+        ("row", "block", "given"), (7, 8), (2, 4, 5), (0, 1)
     ):
         tile = Tile(8, 128, packs, blocks_per_sm=blocks, exact=exact)
         num_cols = tile.cols - 8 * (not exact)

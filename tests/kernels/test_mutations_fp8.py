@@ -113,18 +113,16 @@ no rule for an amax of zero | scales.cuh | block
   if (bits == 0 || bits >= infinity_bits) return 1.0f;  =>
 scales that are no powers of two | scales.cuh | powers of two
   power_of_two ? scale & infinity_bits : scale  =>  scale
-exponents rounded down | scales.cuh | mx
-  (bits >> 23) + ((bits & 0x7fffffu) != 0)  =>  (bits >> 23)
 an amax that is not raised | amax.cuh | given
   magnitude > __ldcg(amax)  =>  false
 lanes that keep the wrong half | row_scales.cuh | block
   values[at].add(upper ? others : mine);  =>  values[at].add(mine);
-scales of the wrong lane | row_scales.cuh | mx
+scales of the wrong lane | row_scales.cuh | block
   index / own * holders, lanes)  =>  0, lanes)
 scales in place of their inverses | quantize_scales.cuh | block
-  = inverse_of(multiplier.factor)  =>  = multiplier.factor
+  = inverse_of(scale);  =>  = scale;
 values that are not scaled | quantize_store.cuh | row
-  (value, factor) : value * factor  =>  (value, factor) : value
+  value *= factor;  =>
 no scale of the tensor | quantize_scales.cuh | tensor
   carried.factor = rule.scale_of(*amax, largest_finite);  =>
 the largest of a lane, not of its warp | forward_ring_scaled.cuh | ring

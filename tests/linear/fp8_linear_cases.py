@@ -25,7 +25,6 @@ from cupynorm import (  # noqa: E402
     DelayedScaling,
     Format,
     LayerNormLinear,
-    MXFP8BlockScaling,
     fp8_autocast,
 )
 from cupynorm.nn import recipes  # noqa: E402
@@ -40,7 +39,6 @@ RECIPES = (
     CurrentScaling(),
     CurrentScaling(Format.E4M3, power_of_two=True),
     BlockScaling(),
-    MXFP8BlockScaling(),
 )
 
 
@@ -107,8 +105,6 @@ def truth_of(problem) -> dict[str, np.ndarray]:
 def values(x, recipe, *, is_gradient=False, is_weight=False) -> np.ndarray:
     """x quantised by the reference, in float64. A delayed scale is that of the same tensor."""
     x, name = x.detach().float().numpy(), NAME[recipe.fp8_format.value[is_gradient]]
-    if isinstance(recipe, MXFP8BlockScaling):
-        return reference.fp8.dequantize(reference.fp8.quantize_mxfp8(x, name), name)
     if isinstance(recipe, BlockScaling):
         rows = 128 if is_weight else 1
         made = reference.fp8.quantize_blocks(x, name, block_rows=rows)

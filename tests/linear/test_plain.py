@@ -19,7 +19,6 @@ from cupynorm import (  # noqa: E402
     DelayedScaling,
     Format,
     Linear,
-    MXFP8BlockScaling,
     fp8_autocast,
 )
 
@@ -27,7 +26,6 @@ RECIPES = (
     DelayedScaling(amax_history_len=2),
     CurrentScaling(Format.E4M3, power_of_two=True),
     BlockScaling(),
-    MXFP8BlockScaling(),
 )
 NUM_ROWS, IN, OUT = 37, 100, 31
 
@@ -181,7 +179,7 @@ def test_the_8_bit_y_of_a_norm_is_used_as_it_is(recipe, monkeypatch):
     assert_product(y.reshape(36, OUT), rows, of(layer.weight, is_weight=True).T, bias)
     # The transposed copy has blocks of its own, of the dequantised values.
     columns = rows.T
-    if isinstance(recipe, BlockScaling | MXFP8BlockScaling):
+    if isinstance(recipe, BlockScaling):
         columns = values(torch.from_numpy(rows.T.copy()), recipe)
     dy_cols = dy.reshape(36, OUT).t().contiguous()
     assert_product(layer.weight.grad, of(dy_cols, is_gradient=True), columns.T)
@@ -202,7 +200,7 @@ def test_the_8_bit_y_of_a_norm_is_used_as_it_is(recipe, monkeypatch):
 def test_8_bit_inputs_that_do_not_fit_are_dequantised():
     layer, x = make(), draw(9, IN)
     behind_norm = cupynorm.LayerNormLinear(IN, OUT, device="cpu")
-    for scale, dtype in (("row", "float8_e4m3fn"), ("tensor", "float8_e5m2"), ("mx", None)):
+    for scale, dtype in (("row", "float8_e4m3fn"), ("tensor", "float8_e5m2"), ("block", None)):
         quantized = cupynorm.layer_norm(x, IN, out_dtype=dtype or "float8_e4m3fn", scale=scale)
         for each in (layer, behind_norm):
             assert torch.equal(each(quantized), each(quantized.dequantize()))
@@ -228,7 +226,7 @@ def test_layers_in_a_row_hand_8_bits_on():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", (DelayedScaling(amax_history_len=2), MXFP8BlockScaling()))
+@pytest.mark.parametrize("recipe", (DelayedScaling(amax_history_len=2), BlockScaling()))
 def test_compiled(recipe):
     layer, made = make(), []
     twin = copy.deepcopy(layer)

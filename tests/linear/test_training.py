@@ -6,7 +6,6 @@ import contextlib
 from functools import partial
 
 import pytest
-from turns import by_turns
 
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import make, tensor  # noqa: E402
@@ -23,9 +22,20 @@ from cupynorm import (  # noqa: E402
     LayerNorm,
     Linear,
     fp8_autocast,
+    fp8_checkpoint_contexts,
 )
 
 RECIPES = (None, DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling())
+
+
+# As checkpoint, by the regions and scales of the first run.
+by_contexts = partial(checkpoint, use_reentrant=False, context_fn=fp8_checkpoint_contexts)
+by_hooks = partial(checkpoint, use_reentrant=False)
+by_function = partial(checkpoint, use_reentrant=True)
+
+
+def at_once(function, x):
+    return function(x)
 
 
 def region(recipe):
@@ -67,9 +77,9 @@ def test_8_bit_results_without_gradients_may_be_written_in_place(recipe):
         assert scale.grad is not None
 
 
-def train(module, problem, recipe, how, steps=3):
-    """The gradients of each step, with a checkpoint that is laid as `how` says."""
-    made, (place, use_reentrant) = [], how
+def train(module, problem, recipe, run=at_once, place="around", steps=3):
+    """The results and gradients of each step. run: the checkpoint; place: of the region."""
+    made = []
 
     def inside(x):
         with region(recipe):
@@ -79,27 +89,36 @@ def train(module, problem, recipe, how, steps=3):
         module.zero_grad()
         x = tensor((1 + at) * problem.x, grad=True)
         if place == "inside":
-            y = checkpoint(inside, x, use_reentrant=use_reentrant)
+            y = run(inside, x)
         else:
             with region(recipe):
-                if place == "around":
-                    y = checkpoint(module, x, use_reentrant=use_reentrant)
-                else:
-                    y = module(x)
+                y = run(module, x)
         y.backward(tensor((1 + at) * problem.dy))
         made.append([y, x.grad, *(each.grad for each in module.parameters())])
     return made
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("use_reentrant", (False, True))
-@pytest.mark.parametrize("place", ("around", "inside"))
-def test_a_region_and_a_checkpoint(place, use_reentrant, recipe):
+@pytest.mark.parametrize(
+    ("place", "run"),
+    (
+        ("around", by_contexts),
+        ("inside", by_contexts),
+        ("inside", by_function),
+        ("inside", by_hooks),
+    ),
+    ids=("around", "inside", "inside a reentrant one", "inside a plain one"),
+)
+def test_a_region_and_a_checkpoint(place, run, recipe):
     """Results, gradients and scales are those without a checkpoint, to the bit."""
     module, problem = make(zero_centered_gamma=True)
     twin, _ = make(zero_centered_gamma=True)
-    expected = train(module, problem, recipe, ("none", None))
-    found = train(twin, problem, recipe, (place, use_reentrant))
+    if isinstance(recipe, DelayedScaling) and run is by_hooks:
+        with pytest.raises(NotImplementedError, match="scales of its forward; expected checkpoint"):
+            train(twin, problem, recipe, run, place)
+        return
+    expected = train(module, problem, recipe)
+    found = train(twin, problem, recipe, run, place)
     for at, (ones, others) in enumerate(zip(found, expected)):
         assert all(torch.equal(*pair) for pair in zip(ones, others)), at
     assert module._fp8_states.keys() == twin._fp8_states.keys()
@@ -108,12 +127,41 @@ def test_a_region_and_a_checkpoint(place, use_reentrant, recipe):
         assert torch.equal(state.scale, twin._fp8_states[name].scale), name
 
 
-@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=str)
+def test_a_reentrant_checkpoint_inside_a_region_is_refused(recipe):
+    """It would run the layer again in 16 bits. What only forwards runs is not refused."""
+    (module, problem), norm = make(), LayerNorm(200)
+    x = tensor(problem.x, grad=True)
+    with region(recipe):
+        for call in (module, partial(norm, fp8_output=True)):
+            with pytest.raises(NotImplementedError, match="context_fn=cupynorm.fp8_checkpoint_c"):
+                by_function(call, x)
+        with torch.no_grad():
+            assert torch.equal(module(x), module(x))
+    assert not (module._fp8_states and module._fp8_states["forward"].num_steps)
+
+
+def test_a_function_that_calls_more_layers_again_is_refused():
+    """torch sees it itself where the calls are recorded."""
+    module, problem = make()
+
+    def twice(x):
+        with torch.no_grad():
+            module(x)
+        return module(x)
+
+    functions = [module, twice]
+    with region(RECIPES[1]):
+        y = by_contexts(lambda x: functions.pop(0)(x), tensor(problem.x, grad=True))
+    with pytest.raises(RuntimeError, match="runs more layers again than it ran at first"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("order", ((0, 1, 2), (2, 1, 0), (1, 2, 0)), ids=str)
-def test_microbatches_that_are_run_again_in_any_order(order, use_reentrant):
+def test_microbatches_that_are_run_again_in_any_order(order):
     """Each has a region, and so scales, of its own. Without a checkpoint the weight's are kept."""
     recipe, made = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"), []
-    for checkpointed in (False, True):
+    for run in (at_once, by_contexts):
         module, problem = make(dtype="float32")
         xs = [tensor(10.0**at * problem.x, "float32", grad=True) for at in range(3)]
         with torch.no_grad():
@@ -122,10 +170,7 @@ def test_microbatches_that_are_run_again_in_any_order(order, use_reentrant):
         for x, weight in zip(xs, scales):
             module.weight.data.copy_(weight)
             with region(recipe):
-                if checkpointed:
-                    ys.append(checkpoint(module, x + 0, use_reentrant=use_reentrant))
-                else:
-                    ys.append(module(x + 0))
+                ys.append(run(module, x + 0))
         module.weight.data.copy_(scales[0])
         for at in order:
             module.weight.data.copy_(scales[at])
@@ -137,29 +182,19 @@ def test_microbatches_that_are_run_again_in_any_order(order, use_reentrant):
 BETWEEN = ("16 bits", "eval", "8 bits", "8 bits in eval")
 
 
-@pytest.mark.parametrize(
-    "between, use_reentrant, recipe", by_turns(BETWEEN, (False, True), RECIPES[1:3]), ids=str
-)
-def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(
-    between, use_reentrant, recipe
-):
-    """Such a call is never run again, and must not be taken for the one that is.
-
-    The last node of the first layer's calls is nearer to the last call than to the checkpointed.
-    """
+@pytest.mark.parametrize("recipe", RECIPES[1:3], ids=str)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(between, recipe):
+    """Such a call is never run again, and must not be taken for the one that is."""
     made = []
-    for checkpointed in (False, True):
+    for run in (at_once, by_contexts):
         first, problem = make(40, 72, 72)
         module = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Tanh(), make(40, 72, 72)[0])
         for at in range(3):
             module.zero_grad()
             x = tensor((1 + at) * problem.x, grad=True)
             with region(recipe):
-                y = (
-                    checkpoint(module, x, use_reentrant=use_reentrant)
-                    if checkpointed
-                    else module(x)
-                )
+                y = run(module, x)
             module.train("eval" not in between)
             with torch.no_grad(), region(recipe if "8" in between else None):
                 module(100 * x)
@@ -171,83 +206,45 @@ def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", (False, True))
-def test_any_number_of_checkpoints_may_wait_for_their_backward(use_reentrant):
-    """Each step's scales differ. The calls are forgotten with their graphs."""
-    recipe, made = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"), []
-    for checkpointed in (False, True):
-        module, problem = make(2, 16, 16, dtype="float32")
-        xs = [tensor((1 + at % 7) * problem.x, "float32", grad=True) for at in range(270)]
-        ys = []
-        for x in xs:
-            with region(recipe):
-                ys.append(
-                    checkpoint(module, x + 0, use_reentrant=use_reentrant)
-                    if checkpointed
-                    else module(x + 0)
-                )
-        torch.stack(ys).square().sum().backward()
-        del ys
-        assert module._past_calls.is_empty
-        made.append([*(x.grad for x in xs), *(each.grad for each in module.parameters())])
-    assert all(torch.equal(*pair) for pair in zip(*made))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES[1:3], ids=str)
 def test_a_compiled_layer_in_a_checkpoint_with_the_region_around(recipe):
     """It breaks the graph, so it is run again as an eager layer is."""
     torch._dynamo.reset()
     module, problem = make()
-    expected = train(module, problem, recipe, ("none", None))
-    for use_reentrant in (True, False):
-        twin, _ = make()
-        compiled = torch.compile(twin, backend="aot_eager")
-        found = train(compiled, problem, recipe, ("around", use_reentrant))
-        for ones, others in zip(found, expected):
-            assert all(torch.equal(*pair) for pair in zip(ones, others))
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True))
-def test_a_checkpoint_outside_of_a_region_after_a_step_inside(use_reentrant):
-    """It runs again in 16 bits, as its forward did."""
-    module, problem = make()
-    train(module, problem, CurrentScaling(), ("around", use_reentrant))
-    expected = train(make()[0], problem, None, ("none", None))
-    found = train(module, problem, None, ("around", use_reentrant))
+    expected = train(module, problem, recipe)
+    compiled = torch.compile(make()[0], backend="aot_eager")
+    found = train(compiled, problem, recipe, by_contexts)
     for ones, others in zip(found, expected):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
 
 
-def at_once(function, x):
-    return function(x)
+@pytest.mark.parametrize("run", (by_hooks, by_function, by_contexts))
+def test_a_checkpoint_outside_of_a_region_after_a_step_inside(run):
+    """It runs again in 16 bits, as its forward did."""
+    module, problem = make()
+    train(module, problem, CurrentScaling(), by_contexts)
+    expected = train(make()[0], problem, None)
+    found = train(module, problem, None, run)
+    for ones, others in zip(found, expected):
+        assert all(torch.equal(*pair) for pair in zip(ones, others))
 
 
-HOW = {
-    "at once": at_once,
-    "by hooks": partial(checkpoint, use_reentrant=False),
-    "by a function": partial(checkpoint, use_reentrant=True),
-}
-
-
-@pytest.mark.parametrize("inner", [*HOW][1:])
-@pytest.mark.parametrize("outer", [*HOW][1:])
-def test_checkpoints_in_a_checkpoint(outer, inner):
+def test_checkpoints_in_a_checkpoint():
     recipe, made = DelayedScaling(amax_history_len=4), []
-    for outside, inside in ((at_once, at_once), (HOW[outer], HOW[inner])):
+    for run in (at_once, by_contexts):
         (one, problem), (other, _) = (make(40, 72, 72, dtype="float32") for _ in range(2))
         module = torch.nn.ModuleList((one, other))
 
-        def layers(x, one=one, other=other, inside=inside):
+        def layers(x, one=one, other=other, run=run):
             for layer in (one, other, one):
-                x = inside(layer, torch.tanh(x))
+                x = run(layer, torch.tanh(x))
             return x
 
         for _ in range(3):
             module.zero_grad()
             x = tensor(problem.x, "float32", grad=True)
             with region(recipe):
-                y = outside(layers, x)
+                y = run(layers, x)
             y.backward(tensor(problem.dy, "float32"))
             made.append([y, x.grad, *(each.grad for each in module.parameters())])
     for ones, others in zip(made[:3], made[3:]):
@@ -258,7 +255,7 @@ def test_a_layer_in_two_regions_of_one_checkpoint():
     """The first region ends a step, so that the second call of a layer has another scale."""
     recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
     made = []
-    for how in (HOW["at once"], HOW["by hooks"]):
+    for how in (at_once, by_contexts):
         module, problem = make(40, 72, 72, dtype="float32")
 
         def twice(x, module=module):
@@ -281,10 +278,9 @@ def test_a_layer_in_two_regions_of_one_checkpoint():
 @pytest.mark.parametrize(
     "how, place, parts",
     (
-        ("by hooks", "around", [[1, 30]]),
-        ("by hooks", "in", [[1], [30]]),
-        ("by a function", "around", [[1, 30]]),
-        ("by a function", "in", [[1, 30]]),
+        (by_contexts, "around", [[1, 30]]),
+        (by_contexts, "in", [[1], [30]]),
+        (by_function, "in", [[1, 30]]),
     ),
 )
 def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place, parts):
@@ -293,7 +289,7 @@ def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place, pa
     parts: factors of the calls of each region that is in the checkpoint.
     """
     recipe, made = RECIPES[1], []
-    for run in (at_once, HOW[how]):
+    for run in (at_once, how):
         module, problem = make(40, 72, 72, dtype="float32")
 
         def model(x, module=module):
@@ -318,12 +314,11 @@ def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place, pa
 OTHER_REGIONS = (False, CurrentScaling(), RECIPES[1])
 
 
-@pytest.mark.parametrize("how", [*HOW][1:])
 @pytest.mark.parametrize("around_backward", OTHER_REGIONS, ids=str)
-def test_regions_of_a_forward_in_a_backward_inside_another_region(around_backward, how):
+def test_regions_of_a_forward_in_a_backward_inside_another_region(around_backward):
     """Also of a part whose region is disabled, and whose result has no gradient."""
     made = []
-    for run in (at_once, HOW[how]):
+    for run in (at_once, by_contexts):
         module, problem = make(40, 72, 72, dtype="float32")
         norm = LayerNorm(72)
 
@@ -356,11 +351,14 @@ def test_a_selective_checkpoint_of_a_norm_in_8_bits():
     def model(x):
         return linear(layer(norm(x.float(), fp8_output=True).dequantize().to(x.dtype)).float())
 
+    def inside(x):
+        with region(recipe):
+            return model(x)
+
     contexts = partial(create_selective_checkpoint_contexts, policy)
     for how in (at_once, partial(checkpoint, use_reentrant=False, context_fn=contexts)):
         x = tensor(problem.x, grad=True)
-        with region(recipe):
-            y = how(model, x)
+        y = how(inside, x)
         y.square().sum().backward()
         made.append((y.detach(), x.grad, norm.weight.grad.clone()))
         norm.zero_grad()

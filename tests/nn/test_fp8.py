@@ -70,10 +70,6 @@ def test_bytes_are_those_of_the_reference(device, name):
             np.testing.assert_allclose(
                 made.dequantize(torch.float64).cpu().numpy(), truth, rtol=2.0**-24, atol=2.0**-149
             )
-    data, scale_inv = quantization.quantize_mxfp8(x, dtype)
-    expected = reference.quantize_mxfp8(values, name)
-    np.testing.assert_array_equal(raw(data), expected.data)
-    np.testing.assert_array_equal(scale_inv.cpu().numpy(), expected.scale_inv)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)

@@ -19,7 +19,6 @@ from cupynorm import (  # noqa: E402
     CurrentScaling,
     DelayedScaling,
     Format,
-    MXFP8BlockScaling,
     fp8_autocast,
 )
 
@@ -52,8 +51,6 @@ def of_recipe(y, recipe, scale):
     if isinstance(recipe, CurrentScaling):
         options = {"power_of_two": recipe.power_of_two, "smallest_amax": recipe.amax_epsilon}
         return reference.quantize(y, E4M3, reference.scale_of(reference.amax(y), E4M3, **options))
-    if isinstance(recipe, MXFP8BlockScaling):
-        return reference.quantize_mxfp8(y, E4M3)
     return reference.quantize_blocks(y, E4M3, power_of_two=recipe.power_of_two)
 
 
@@ -65,7 +62,6 @@ RECIPES = (
     CurrentScaling(amax_epsilon=-0.0),
     BlockScaling(),
     BlockScaling(power_of_two=False),
-    MXFP8BlockScaling(),
 )
 
 
@@ -94,8 +90,6 @@ def test_bytes_and_scales_of_two_steps(recipe, kind, anywhere):
         assert len(np.unique(truth.data)) > 20
         if isinstance(recipe, BlockScaling):
             assert made.transposed is None and made.scale_inv.shape == (5, 2)
-        elif isinstance(recipe, MXFP8BlockScaling):
-            assert made.transposed is None and made.scale_inv.shape == (5, 7)
         else:
             np.testing.assert_array_equal(raw(made.transposed), truth.data.T)
         scale = np.float32(448) / reference.amax(y)

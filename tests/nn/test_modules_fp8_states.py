@@ -258,7 +258,7 @@ def test_a_refused_call_changes_no_state(options):
                     call, random(5, 200, grad=True), use_reentrant=False
                 )
             assert not autocast.active().used
-        assert module._fp8_scales is kept and module._past_calls.is_empty
+        assert module._fp8_scales is kept
         assert all(vars(kept)[name] is value for name, value in fields.items())
         after = module.state_dict()
         assert all(torch.equal(after[name], value) for name, value in state.items())

@@ -14,7 +14,7 @@ from cupynorm.norm.quantized_tensor import QuantizedTensor
 
 torch = pytest.importorskip("torch")
 
-SCALES = ("given", "tensor", "row", "block", "mx")
+SCALES = ("given", "tensor", "row", "block")
 
 
 def random(*shape, dtype=torch.float32, seed=0, device="cpu"):

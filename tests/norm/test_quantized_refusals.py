@@ -47,7 +47,7 @@ OTHERS = "expected an out_dtype of float8_e4m3fn or float8_e5m2"
         (
             {"scale": "column"},
             ValueError,
-            "scale is 'column'; expected 'tensor', 'row', 'block', 'mx'",
+            "scale is 'column'; expected 'tensor', 'row', 'block'",
         ),
         ({"scale": 2.0}, TypeError, "scale is 2.0; expected an array of one float32"),
         (
@@ -65,7 +65,8 @@ OTHERS = "expected an out_dtype of float8_e4m3fn or float8_e5m2"
         ({"amax": GRADIENT}, ValueError, "amax requires a gradient"),
         ({"scale": ONE, "amax": ONE[:]}, ValueError, "amax is scale's own memory"),
         ({"scale": "row", "amax": ONE}, ValueError, "amax was given with scale 'row'"),
-        ({"scale": "mx", "transpose": True}, ValueError, "transpose was given with scale 'mx'"),
+        ({"scale": "mx"}, ValueError, "scale='mx' was removed: write scale='block'"),
+        ({"scale": "row", "transpose": True}, ValueError, "transpose was given with scale 'row'"),
         ({"power_of_two": True}, ValueError, "power_of_two was given with a scale"),
         ({"transpose": 1}, TypeError, "transpose is 1; expected True or False"),
         (

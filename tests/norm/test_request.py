@@ -143,7 +143,7 @@ def test_a_scale_that_is_no_name_is_a_given_scale(out_dtype, scale):
     assert made == Quantization("float8_e4m3fn", "given", False, False)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row", "block", "mx"])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_a_scale_by_name_is_the_scaling(scaling):
     made = quantization("float8_e5m2", scaling, None, True, False)
     assert made == Quantization("float8_e5m2", scaling, True, False)

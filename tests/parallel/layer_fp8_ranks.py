@@ -33,9 +33,7 @@ from cupynorm import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
-    MXFP8BlockScaling,
     fp8_autocast,
-    fp8_model_init,
 )
 from cupynorm.nn import quantization
 from cupynorm.parallel.products import QuantizedProducts
@@ -44,7 +42,6 @@ RECIPES = {
     "DelayedScaling": DelayedScaling(amax_history_len=2),
     "CurrentScaling": CurrentScaling(),
     "BlockScaling": BlockScaling(),
-    "MXFP8BlockScaling": MXFP8BlockScaling(),
 }
 WIDE = 256
 
@@ -154,28 +151,14 @@ def gathered_8_bit_rows_are_bytes(rank):
 
 
 @for_main
-def weights_and_inputs_in_8_bits(case, rank):
-    """Weights of fp8_model_init, and an input that is a QuantizedTensor."""
+def inputs_in_8_bits(case, rank):
+    """An input that is a QuantizedTensor."""
     problem, own = problem_of(case), Shares(case, rank)
-    recipe = CurrentScaling()
-    x, dy = inputs(problem, own)
-    with fp8_model_init(recipe=recipe):
-        layer = make_layer(case, problem, own)
-    plain = make_layer(case, problem, own)
-    results = []
-    for each in (layer, plain):
-        x.grad = None
-        with fp8_autocast(recipe=recipe):
-            y = each(x)
-        y.backward(dy)
-        results.append((y.detach(), x.grad, each.weight.grad, each.bias.grad))
-    for got, right in zip(*results):
-        assert torch.equal(got, right) and right.abs().max() > 0
+    layer = make_layer(case, problem, own)
     narrow = torch.randn(4, WIDTH, layer.in_features, device=DEVICE).to(torch.float8_e4m3fn)
     one = torch.ones(1, device=DEVICE)
     given = cupynorm.QuantizedTensor(narrow, one, torch.float32)
-    again = make_layer(case, problem, own)
-    assert again(given).shape == again(narrow.float()).shape
+    assert layer(given).shape == layer(narrow.float()).shape
 
 
 @for_main

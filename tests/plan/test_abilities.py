@@ -111,41 +111,40 @@ def test_scales_that_belong_to_no_block_of_columns():
 
 
 @pytest.mark.parametrize(
-    ("tile", "strategy", "block", "mx"),
+    ("tile", "strategy", "block"),
     [
-        # Lanes of a warp find the amax: 8 x 128 columns are a multiple of 128 and of 32.
-        (Tile(8, 128, 4), "block", True, True),
-        # 8 x 4 = 32 columns at a time: one scale of 32 columns, a quarter of a block of 128.
-        (Tile(8, 4, 4), "warp", True, True),
-        # 8 x 2 = 16 columns at a time divide both.
-        (Tile(8, 2, 4), "warp", True, True),
-        # 24 lanes of 4: 96 columns are a multiple of 32 only.
-        (Tile(4, 24, 4), "warp", False, True),
+        # Lanes of a warp find the amax: 8 x 128 columns are a multiple of 128.
+        (Tile(8, 128, 4), "block", True),
+        # 8 x 4 = 32 columns at a time: a quarter of a block of 128.
+        (Tile(8, 4, 4), "warp", True),
+        # 8 x 2 = 16 columns at a time divide it.
+        (Tile(8, 2, 4), "warp", True),
+        # 24 lanes of 4: 96 columns do not divide it.
+        (Tile(4, 24, 4), "warp", False),
         # 32 lanes of one element: 32 columns at a time, a quarter of a block of 128.
-        (Tile(1, 32, 4), "warp", True, True),
+        (Tile(1, 32, 4), "warp", True),
         # 64 threads of one element: a block of 128 columns belongs to lanes of two warps.
-        (Tile(1, 64, 4), "block", False, True),
+        (Tile(1, 64, 4), "block", False),
         # 64 threads of two: the same, although 128 columns are all that they hold at a time.
-        (Tile(2, 64, 4), "block", False, True),
+        (Tile(2, 64, 4), "block", False),
         # Rows that are in no register.
-        (Tile(8, 128, path="smem"), "block", False, False),
-        (Tile(8, 128, path="uncached"), "uncached", False, False),
+        (Tile(8, 128, path="smem"), "block", False),
+        (Tile(8, 128, path="uncached"), "uncached", False),
         # 80 elements of y, unpacked, are 320 bytes; 88 are more than a thread keeps.
-        (Tile(8, 128, 10), "block", True, True),
-        (Tile(8, 128, 11), "block", False, False),
+        (Tile(8, 128, 10), "block", True),
+        (Tile(8, 128, 11), "block", False),
         # A cluster only if its slices are whole.
-        (Tile(8, 128, 4, cluster_size=2), "cluster", False, False),
-        (Tile(8, 128, 4, cluster_size=2, exact=1), "cluster", True, True),
+        (Tile(8, 128, 4, cluster_size=2), "cluster", False),
+        (Tile(8, 128, 4, cluster_size=2, exact=1), "cluster", True),
         # A slice of 64 columns is half of a block of 128.
-        (Tile(2, 32, 1, cluster_size=2, exact=1), "cluster", False, True),
+        (Tile(2, 32, 1, cluster_size=2, exact=1), "cluster", False),
         # One of 320 columns ends in the middle of a block of 128.
-        (Tile(2, 32, 5, cluster_size=2, exact=1), "cluster", False, True),
+        (Tile(2, 32, 5, cluster_size=2, exact=1), "cluster", False),
     ],
     ids=str,
 )
-def test_scales_of_blocks_in_one_launch(tile, strategy, block, mx):
+def test_scales_of_blocks_in_one_launch(tile, strategy, block):
     assert scales_at_once(quantized("block"), tile, strategy) == block
-    assert scales_at_once(quantized("mx"), tile, strategy) == mx
 
 
 def splits_a_block(tile: Tile, block: int) -> bool:
@@ -183,11 +182,10 @@ TILES_OF_CALLERS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["A100", "RTX 4090", "H200", "B200", "RTX 5090"])
-@pytest.mark.parametrize("scaling", ["block", "mx"])
-def test_no_plan_splits_the_block_of_a_scale(scaling, device):
+def test_no_plan_splits_the_block_of_a_scale(device):
     """One launch writes the scales of blocks only where each block lies in one slice of the row,
     and there in lanes of one warp: chosen tiles, forced strategies, and tiles of callers."""
-    block, at_once = {"block": 128, "mx": 32}[scaling], {"chosen": 0, "of a caller": 0}
+    at_once = {"chosen": 0, "of a caller": 0}
 
     def look(problem: Problem, strategy: str | None, tile: Tile | None = None) -> None:
         try:
@@ -196,10 +194,10 @@ def test_no_plan_splits_the_block_of_a_scale(scaling, device):
             return
         if choice.amax_kernel is None:
             at_once["of a caller" if tile else "chosen"] += 1
-            assert not splits_a_block(choice.tile, block), (problem, choice.tile)
+            assert not splits_a_block(choice.tile, 128), (problem, choice.tile)
 
     def problem_of(num_cols: int, fused: dict) -> Problem:
-        named = {"y": "float8_e5m2", "scaling": scaling, **fused}
+        named = {"y": "float8_e5m2", "scaling": "block", **fused}
         layout = Layout.of_new_arrays(num_cols)
         return Problem("forward", True, num_cols, layout=layout, **named)
 
@@ -230,6 +228,5 @@ def test_scales_of_blocks_in_a_ring():
     """No warp's part may end inside a block: 32 lanes of 8 or 2 are 256 or 64 columns."""
     ring = replace(RING, exact=1)
     assert scales_at_once(quantized("block"), ring, "block")
-    assert scales_at_once(quantized("mx"), replace(ring, pack_size=2), "block")
     assert not scales_at_once(quantized("block"), replace(ring, pack_size=2), "block")
-    assert not scales_at_once(quantized("mx"), replace(ring, exact=0), "block")
+    assert not scales_at_once(quantized("block"), replace(ring, exact=0), "block")

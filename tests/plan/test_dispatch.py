@@ -28,7 +28,7 @@ def chosen_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **cha
     return choose(problem_to_8_bits(num_cols, scaling, dtype, **changes), DEVICES["H200"])
 
 
-@pytest.mark.parametrize("scaling", ["row", "block", "mx"])
+@pytest.mark.parametrize("scaling", ["row", "block"])
 def test_tiles_of_blocks_that_fetch_the_next_row_early(scaling):
     """64 elements of y, 32 registers of the next row and 32 others: 128, for 512 threads.
 
@@ -71,7 +71,7 @@ BLOCKS_TO_8_BITS = {
     (1280, "row"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
     # Blocks that fetch the next row early: the first get 36 of 40 rows, others two each.
     (4096, "row"): {1.9: 1, 3: 1, 40: 3},
-    (4096, "mx"): {1.9: 1, 3: 1, 40: 3},
+    (4096, "block"): {1.9: 1, 3: 1, 40: 3},
 }
 
 

@@ -34,9 +34,7 @@ def problem_of(row: measured_tiles.Row, norm: str, dtype: str, num_cols: int) ->
     layout = Layout(int(first) // size, contiguous=True)
     wide = "float32" if "wide" in words else dtype
     bias = wide if norm == "layer_norm" else None
-    scaling = next(
-        (word for word in words if word in ("given", "tensor", "row", "block", "mx")), None
-    )
+    scaling = next((word for word in words if word in ("given", "tensor", "row", "block")), None)
     if row.direction == "forward":
         return Problem(
             "forward",

@@ -201,39 +201,3 @@ def test_scales_of_rows_and_blocks_are_of_their_amaxes(name, power_of_two):
                 smallest = fp8.decode(np.uint8(1), name) * scale_inv
                 allowed = np.abs(piece) * (half_ulp + 2.0**-22) + smallest / 2
                 assert (np.abs(back[part] - piece) <= allowed).all()
-
-
-def test_e8m0_is_rounded_up():
-    values = np.array(
-        [1.0, 1.5, 2.0, 2.0**-126, 2.0**-127, 2.0**-128, 0.0, 3e38, np.inf, np.nan, 1 + 2.0**-23],
-        np.float32,
-    )
-    assert fp8.encode_e8m0(values).tolist() == [127, 128, 128, 1, 0, 0, 0, 254, 254, 255, 128]
-    assert fp8.encode_e8m0(np.float32(2.0**-127 * (1 + 2.0**-10))) == 1
-
-
-def test_mxfp8_scales_are_powers_of_two_rounded_up():
-    values = draw((4, 70))
-    values[1, 40], values[2, 3], values[3, 64:] = np.nan, np.inf, 0.0
-    data, scale_inv, amax = fp8.quantize_mxfp8(values)
-    assert data.shape == values.shape and scale_inv.shape == (4, 3) and scale_inv.dtype == np.uint8
-    for row in range(4):
-        for at, first in enumerate((0, 32, 64)):
-            piece = values[row, first : first + 32]
-            if np.isfinite(piece).all():
-                exact = float(np.abs(piece).max()) / 448
-                assert scale_inv[row, at] == (
-                    max(0, 127 + math.ceil(math.log2(exact))) if exact else 0
-                )
-                expected = fp8.encode(
-                    piece.astype(np.float64) * 2.0 ** (127 - int(scale_inv[row, at])),
-                    "float8_e4m3fn",
-                )
-                np.testing.assert_array_equal(data[row, first : first + 32], expected)
-    assert scale_inv[1, 1] == 255 and (data[1, 32:64] == 0x7F).all()
-    assert scale_inv[2, 0] == 254 and data[2, 3] == 0x7E
-    back = fp8.dequantize(fp8.Quantized(data, scale_inv, amax), "float8_e4m3fn")
-    assert np.isnan(back[1, 32:64]).all() and not np.isnan(back[1, :32]).any()
-    normal = np.abs(values[0]) > 448 * 2.0**-14 * np.abs(values[0]).max()
-    assert normal.sum() > 60
-    assert (np.abs(back[0] - values[0])[normal] <= 2.0**-4 * np.abs(values[0])[normal]).all()
