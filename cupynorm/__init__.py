@@ -26,13 +26,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .explore.trace import trace as trace
     from .gpu.nvrtc import MissingLibraryError as MissingLibraryError
     from .linear.api import layer_norm_linear as layer_norm_linear
-    from .linear.api import layer_norm_linear_backward as layer_norm_linear_backward
-    from .linear.api import layer_norm_linear_forward as layer_norm_linear_forward
     from .linear.api import rms_norm_linear as rms_norm_linear
-    from .linear.api import rms_norm_linear_backward as rms_norm_linear_backward
-    from .linear.api import rms_norm_linear_forward as rms_norm_linear_forward
-    from .linear.call import ProjectedBackward as ProjectedBackward
-    from .linear.call import ProjectedForward as ProjectedForward
     from .linear.linear import Linear as Linear
     from .linear.model_init import fp8_model_init as fp8_model_init
     from .nn.autocast import fp8_autocast as fp8_autocast
@@ -82,9 +76,6 @@ _WITHOUT_TORCH = {
     "norm.plans": "plan",
     "norm.quantized_tensor": "QuantizedTensor",
     "norm.tiles": "use_tiles",
-    "linear.api": "layer_norm_linear layer_norm_linear_forward layer_norm_linear_backward "
-    "rms_norm_linear rms_norm_linear_forward rms_norm_linear_backward",
-    "linear.call": "ProjectedForward ProjectedBackward",
     "plan.devices": "DEVICES Device",
     "plan.dispatch": "Plan",
     "plan.functors": "functor Functor FunctorError",
@@ -102,6 +93,7 @@ _WITH_TORCH = {
     "nn.swap": "swap_norms SwappedNorms",
     "nn.autocast": "fp8_autocast",
     "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling MXFP8BlockScaling",
+    "linear.api": "layer_norm_linear rms_norm_linear",
     "linear.linear": "Linear",
     "linear.model_init": "fp8_model_init",
     "parallel.module": "LayerNormLinear",
@@ -116,6 +108,12 @@ _NAMES = {
 _REMOVED = {
     "compile_passes": "torch.compile fuses torch's own norms; leave the call out",
     "CompilePasses": "torch.compile fuses torch's own norms; leave it out",
+    "layer_norm_linear_forward": "multiply by weight.T with @, after layer_norm_forward",
+    "layer_norm_linear_backward": "multiply by weight with @, before layer_norm_backward",
+    "rms_norm_linear_forward": "multiply by weight.T with @, after rms_norm_forward",
+    "rms_norm_linear_backward": "multiply by weight with @, before rms_norm_backward",
+    "ProjectedForward": "multiply by weight.T with @, after layer_norm_forward",
+    "ProjectedBackward": "multiply by weight with @, before layer_norm_backward",
 }
 
 # Public modules.

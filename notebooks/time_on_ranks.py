@@ -16,7 +16,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, distributed
 import cupynorm
 from cupynorm.linear.call import LinearOptions, Operands
 from cupynorm.norm.request import DEFAULTS
-from cupynorm.parallel import overlap, ranks, row
+from cupynorm.parallel import ranks, row
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPUS else "cpu"
@@ -36,8 +35,7 @@ SHARED_ROWS = (8192, 14336) if ON_GPUS else (64, 128)
 WIDTH = 8192 if ON_GPUS else 64  # of small calls
 NUM_RUNS = 10 if ON_GPUS else 2
 NUM_CALLS = 100 if ON_GPUS else 2
-FLAGS = {"column": ("ub_overlap_ag", "ub_overlap_rs_dgrad"), "row": ("ub_overlap_rs",)}
-KINDS = {"row": (None, "one_shot", "two_shot"), "column": (None,)}
+MODES = ("column", "row")
 
 
 def say(*text: object) -> None:
@@ -95,7 +93,7 @@ def microseconds_in_a_row(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def make_layer(
-    mode: str | None, num_in: int, num_out: int, sequence: bool, **options
+    mode: str | None, num_in: int, num_out: int, sequence: bool
 ) -> cupynorm.LayerNormLinear:
     torch.manual_seed(0)
     return cupynorm.LayerNormLinear(
@@ -108,7 +106,6 @@ def make_layer(
         parallel_mode=mode,
         tp_group=None if mode is None else distributed.group.WORLD,
         sequence_parallel=sequence,
-        **options,
     )
 
 
@@ -167,40 +164,26 @@ def without_overlap():
         ranks.Pending.__init__ = before
 
 
-@contextlib.contextmanager
-def every_length_is_cut():
-    names = "LEAST_OPERATIONS", "LEAST_OPERATIONS_IN_8_BITS"
-    before = [getattr(overlap, name) for name in names]
-    try:
-        for name in names:
-            setattr(overlap, name, 0)
-        yield
-    finally:
-        for name, value in zip(names, before):
-            setattr(overlap, name, value)
-
-
 def time_products(mode: str, shape: tuple[int, int, int], recipe: object) -> None:
-    """Of a rank alone, and of the layer in three ways: forward, and forward and backward."""
+    """Of a rank alone, and of the layer in two ways: forward, and forward and backward."""
     num_rows, *widths = shape
     num_in, num_out = widths if mode == "column" else widths[::-1]
     size = distributed.get_world_size()
     own = (num_in, num_out // size) if mode == "column" else (num_in // size, num_out)
-    whole, flags = (mode, num_in, num_out, True), dict.fromkeys(FLAGS[mode], True)
+    whole = mode, num_in, num_out, True
     ways = {
-        "one rank's part": ((None, *own, False), {}, contextlib.nullcontext),
-        "plain": (whole, {}, contextlib.nullcontext),
-        "no overlap": (whole, {}, without_overlap),
-        "ub_*": (whole, flags, every_length_is_cut),
+        "one rank's part": ((None, *own, False), contextlib.nullcontext),
+        "plain": (whole, contextlib.nullcontext),
+        "no overlap": (whole, without_overlap),
     }
     found, text = {}, []
-    for way, (of_layer, options, inside) in ways.items():
-        layer = make_layer(*of_layer, **options)
+    for way, (of_layer, inside) in ways.items():
+        layer = make_layer(*of_layer)
         x, dy = rows_of(layer, num_rows)
         with inside():
             run = step(layer, x, dy, recipe)
             found[way] = run()
-            if way in ("no overlap", "ub_*"):
+            if way == "no overlap":
                 for got, right in zip(found[way], found["plain"]):
                     error = (got.float() - right.float()).norm() / right.float().norm()
                     assert error < 2.0**-6, f"{mode} {shape}: {error}"
@@ -225,14 +208,14 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], None]:
     return graph.replay
 
 
-def time_small_calls(mode: str, num_rows: int, kind: str | None) -> None:
-    layer = make_layer(mode, WIDTH, WIDTH, False, symmetric_ar_type=kind)
+def time_small_calls(mode: str, num_rows: int) -> None:
+    layer = make_layer(mode, WIDTH, WIDTH, False)
     x, _ = rows_of(layer, num_rows)
     run = without_gradients(layer, x.detach())
     text = "{:.0f} on the host, {:.0f} in all".format(*microseconds_in_a_row(run))
     if ON_GPUS:
         text += "; as a CUDA graph {:.0f}, {:.0f}".format(*microseconds_in_a_row(captured(run)))
-    say(f"{mode}, {num_rows} rows, {kind or 'all_reduce of the group'}: {text}")
+    say(f"{mode}, {num_rows} rows: {text}")
 
 
 def time_norm_of_shared_rows(centered: bool) -> None:
@@ -281,7 +264,6 @@ def check_norm(operands: Operands, centered: bool, y: Tensor) -> None:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")  # of symmetric memory that there is not
     distributed.init_process_group("nccl" if ON_GPUS else "gloo")
     if ON_GPUS:
         torch.cuda.set_device(DEVICE)
@@ -300,14 +282,13 @@ def time_layers() -> None:
     say("ms: forward, forward and backward; rows x in_features x out_features, sequence parallel")
     recipe = cupynorm.DelayedScaling(amax_history_len=2)
     for shape in SHAPES:
-        for mode in FLAGS:
+        for mode in MODES:
             time_products(mode, shape, None)
     time_products("column", SHAPES[0], recipe)
     say(f"us: forward without gradients, {WIDTH} x {WIDTH}")
     for num_rows in (1, 256):
-        for mode, kinds in KINDS.items():
-            for kind in kinds:
-                time_small_calls(mode, num_rows, kind)
+        for mode in MODES:
+            time_small_calls(mode, num_rows)
     alone = make_layer(None, WIDTH, WIDTH // distributed.get_world_size(), False)
     x, _ = rows_of(alone, 1)
     on_host, _ = microseconds_in_a_row(without_gradients(alone, x.detach()))

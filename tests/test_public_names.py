@@ -52,6 +52,7 @@ def test_public_names_are_the_ones_that_resolve():
     need_torch = {"LayerNorm", "RMSNorm", "swap_norms", "SwappedNorms", "LayerNormLinear"}
     need_torch |= {"fp8_autocast", "Format", "DelayedScaling", "CurrentScaling", "BlockScaling"}
     need_torch |= {"MXFP8BlockScaling", "Linear", "fp8_model_init"}
+    need_torch |= {"layer_norm_linear", "rms_norm_linear"}
     assert set(dir(cupynorm)) - set(cupynorm.__all__) == need_torch
     assert len(set(cupynorm.__all__)) == len(cupynorm.__all__)
     with pytest.raises(AttributeError, match="module 'cupynorm' has no attribute 'layernorm'"):
@@ -72,6 +73,45 @@ def test_removed_keywords_say_what_to_write_instead(norm, direction, keyword):
     name = norm + direction
     with pytest.raises(TypeError, match=rf"^{name} has no {keyword} any more; expected \w.*\w$"):
         getattr(cupynorm, name)(np.ones((2, 8)), 8, **{keyword: None})
+
+
+# Statement -> the sentence that says what to write instead.
+REMOVED_VALUES = {
+    "from cupynorm.parallel.styles import ColwiseParallel": (
+        "ImportError: cupynorm.parallel.styles.ColwiseParallel was removed: give LayerNormLinear "
+        "parallel_mode and tp_group instead"
+    ),
+    "from cupynorm.parallel.styles import RowwiseParallel": (
+        "ImportError: cupynorm.parallel.styles.RowwiseParallel was removed: give LayerNormLinear "
+        "parallel_mode and tp_group instead"
+    ),
+    "from cupynorm.parallel.gathered_weights import gather_in_8_bits": (
+        "ImportError: cupynorm.parallel.gathered_weights.gather_in_8_bits was removed: leave the "
+        "call out: fully_shard gathers weights in their own dtype"
+    ),
+    "cupynorm.layer_norm_linear(ones, None, None, ones, fused='fold')": (
+        "ValueError: fused is 'fold', which was removed; expected None or 'plain', which are faster"
+    ),
+    "cupynorm.LayerNormLinear(2, 2, fused='fold', device='cpu')": (
+        "ValueError: fused is 'fold', which was removed; expected None or 'plain', which are faster"
+    ),
+    "cupynorm.layer_norm_linear(ones.numpy(), None, None, ones.numpy())": (
+        "TypeError: input is an ndarray; expected a torch tensor. For other arrays call "
+        "layer_norm, and multiply by weight.T with @"
+    ),
+    "cupynorm.rms_norm_linear(ones.numpy(), None, ones.numpy())": (
+        "TypeError: input is an ndarray; expected a torch tensor. For other arrays call rms_norm, "
+        "and multiply by weight.T with @"
+    ),
+}
+
+
+@pytest.mark.parametrize("statement", REMOVED_VALUES)
+def test_removed_values_say_what_to_write_instead(statement):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        exec(statement, {"cupynorm": cupynorm, "ones": torch.ones(2, 2)})
+    assert f"{raised.type.__name__}: {raised.value}" == REMOVED_VALUES[statement]
 
 
 def test_modules_load_on_first_use():

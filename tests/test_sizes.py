@@ -13,14 +13,12 @@ MOST_LINES_OF_MODEL = 600
 # Another library or Triton decides the signature of these; those of tests imitate one.
 LONG_SIGNATURES = {
     "linear/module.OneRankLayerNormLinear.__init__",
-    "linear/api.layer_norm_linear_backward",
     "bench/triton_tutorial._forward",
     "bench/triton_tutorial._backward_rows",
     "bench/triton_tutorial._backward_columns",
     "tests/bench/test_peers._flash_attn.layer_norm_fn",
     "tests/bench/test_peers._liger.LigerRMSNormFunction.forward",
     "tests/bench/test_peers._quack.rmsnorm",
-    "tests/linear/test_norm_linear.gemm_of_columns",
 }
 
 

@@ -12,9 +12,8 @@
 #include "memory.cuh"
 #include "parameter.cuh"
 
-// y = x_hat * weight + bias. Y: void if mean and rstd alone are wanted. Rounded: the element type
-// that x_hat is rounded to before the weight multiplies it, as some models define it; void: it is
-// not rounded.
+// y = x_hat * weight + bias. Rounded: the element type that x_hat is rounded to before the weight
+// multiplies it, as some models define it; void: it is not rounded.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
 struct Store {
   using Written = Y;
@@ -89,12 +88,10 @@ struct Store {
                                         const Compute (&values)[pack_size],
                                         const Compute (&weights)[pack_size],
                                         const Compute (&biases)[pack_size], bool present) const {
-    if constexpr (!is_same<Y, void>) {
-      Compute y_values[pack_size];
-      affine(values, weights, biases, y_values);
-      const Pack<Y, pack_size> rounded = repack<Y>(y_values);
-      if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
-    }
+    Compute y_values[pack_size];
+    affine(values, weights, biases, y_values);
+    const Pack<Y, pack_size> rounded = repack<Y>(y_values);
+    if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
   }
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col,

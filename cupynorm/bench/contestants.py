@@ -179,7 +179,6 @@ CONTESTANTS = {
     GEMM: Contestant(FORMATS, _gemm),
     "cupynorm": Contestant(FORMATS, _cupynorm),
     "cupynorm-saved": Contestant(FORMATS, partial(_cupynorm, save_normalized=True)),
-    "cupynorm-fold": Contestant(("bfloat16",), partial(_cupynorm, fused="fold")),
     "cupynorm-kernel": Contestant(("bfloat16",), partial(_cupynorm, fused="kernel")),
     "cupynorm-plain": Contestant(("bfloat16",), partial(_cupynorm, fused="plain")),
     "cupynorm-current": Contestant(("fp8",), _cupynorm_current),

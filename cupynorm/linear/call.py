@@ -1,11 +1,8 @@
-"""A call of a norm and the linear layer after it: operands, options, checks and results.
-
-Needs no torch: the calls of NumPy and CuPy arrays use it too.
-"""
+"""A call of a norm and the linear layer after it: operands, options and checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..dtypes import DTYPES
@@ -13,8 +10,7 @@ from ..gpu import arrays
 from ..norm import checks, options
 from ..norm.request import Array, Options
 
-FUSED = (None, "plain", "fold", "kernel")
-GRADIENTS = ("dx", "dnorm_weight", "dnorm_bias", "dweight", "dbias")
+FUSED = (None, "plain", "kernel")
 
 
 def is_fused(fused: str | None) -> bool:
@@ -30,10 +26,15 @@ def has_no_normalized(name: str, fused: str) -> str:
     )
 
 
-def expected_fused() -> str:
-    """The values of `fused`, for messages."""
-    *others, last = map(repr, FUSED)
-    return f"{', '.join(others)} or {last}"
+def check_fused(fused: object) -> None:
+    """Raises ValueError for what is none of FUSED."""
+    if fused == "fold":
+        raise ValueError(
+            "fused is 'fold', which was removed; expected None or 'plain', which are faster"
+        )
+    if fused not in FUSED:
+        *others, last = map(repr, FUSED)
+        raise ValueError(f"fused is {fused!r}; expected {', '.join(others)} or {last}")
 
 
 # Requests.
@@ -71,8 +72,8 @@ class LinearOptions(NamedTuple):
     """What a call depends on besides its operands.
 
     eps: None for RMSNorm's default. fused: one of FUSED. launch: strategy, margins of the norm.
-    dtype: of the products, of y and of the normalised tensor; None for arrays other than torch's.
-    has_norm: False for a linear layer alone, of torch. Its input counts as normalised.
+    dtype: of the products, of y and of the normalised tensor.
+    has_norm: False for a linear layer alone. Its input counts as normalised.
     """
 
     centered: bool
@@ -93,73 +94,6 @@ class LinearCall(NamedTuple):
     options: LinearOptions
 
 
-class LinearBackwardCall(NamedTuple):
-    """One call of an explicit backward.
-
-    x: what was normalised. mean, rstd: its statistics; mean is None for RMSNorm.
-    normalized: what the forward returned, or None. dnormalized, dsum: gradients of the normalised
-    tensor and of the sum from elsewhere, or None. gradients: names of those that are wanted.
-    """
-
-    dy: Array
-    x: Array
-    mean: Array | None
-    rstd: Array
-    norm_weight: Array | None
-    norm_bias: Array | None
-    weight: Array
-    normalized: Array | None
-    dnormalized: Array | None
-    dsum: Array | None
-    options: LinearOptions
-    gradients: Sequence[str]
-
-
-# Results.
-
-
-class ProjectedForward(NamedTuple):
-    """What a forward returns.
-
-    Examples:
-        >>> x, weight = np.array([[1.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 3.0]])
-        >>> result = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
-        >>> result.normalized, result.y
-        (array([[-1.,  1.]]), array([[-1.,  1.]]))
-
-    y: [..., out_features]. normalized: of the input's shape and dtype.
-    mean, rstd, sum: as in cupynorm.Forward.
-    """
-
-    y: Array
-    normalized: Array
-    mean: Array | None
-    rstd: Array
-    sum: Array
-
-
-class ProjectedBackward(NamedTuple):
-    """The gradients that were requested, None for the others.
-
-    Examples:
-        >>> x, weight = np.array([[3.0, 4.0]]), np.array([[1.0, 1.0]])
-        >>> rstd = cupynorm.rms_norm_linear_forward(x, None, weight).rstd
-        >>> back = cupynorm.rms_norm_linear_backward(np.ones((1, 1)), x, rstd, None, weight)
-        >>> back.dx.round(3), back.dbias
-        (array([[ 0.045, -0.034]]), array([1.]))
-
-    dx: of the shape and dtype of x: the gradient of the input, and of the residual.
-    dnorm_weight, dnorm_bias: of the norm's parameters, as dweight and dbias of Backward.
-    dweight: [out_features, in_features]. dbias: [out_features]. In the dtype of weight.
-    """
-
-    dx: Array | None
-    dnorm_weight: Array | None
-    dnorm_bias: Array | None
-    dweight: Array | None
-    dbias: Array | None
-
-
 # Checks.
 
 
@@ -173,14 +107,12 @@ def check_eps(eps: object, dtype: str, *, centered: bool) -> float:
     return checks.check_eps(eps, dtype, has_default=not centered)
 
 
-def check(operands: Operands, fused: str | None = None, *, is_cast: bool = False) -> None:
+def check(operands: Operands, *, is_cast: bool = False) -> None:
     """Raises ValueError or TypeError for parameters that do not fit the input.
 
     is_cast: whether the parameters of the linear layer may have a dtype other than the input's, as
         under torch.autocast. A bias still needs the dtype of its weight.
     """
-    if fused not in FUSED:
-        raise ValueError(f"fused is {fused!r}; expected {expected_fused()}")
     input, _, norm_weight, norm_bias, weights, biases = operands
     shape = tuple(input.shape)
     if not shape:
@@ -250,54 +182,3 @@ def _check_same_dtype(array: Array, name: str, like: Array, like_name: str) -> N
         raise TypeError(
             f"{name} is of dtype {dtype}, {like_name} of {expected}; expected both the same"
         )
-
-
-def take(array: Array | None, name: str) -> Array | None:
-    """An optional argument as an array of one of the libraries, else TypeError."""
-    return None if array is None else arrays.take(array, name)
-
-
-def take_operands(operands: Operands) -> Operands:
-    """The operands as arrays of one of the libraries."""
-    input, residual, norm_weight, norm_bias, weights, biases = operands
-    return Operands(
-        arrays.take(input, "input"),
-        take(residual, "residual"),
-        take(norm_weight, "norm_weight"),
-        take(norm_bias, "norm_bias"),
-        [arrays.take(weight, "weight") for weight in weights],
-        [arrays.take(bias, "bias") for bias in biases],
-    )
-
-
-def check_backward(call: LinearBackwardCall) -> LinearBackwardCall:
-    """The call with its arrays converted to those of one of the libraries.
-
-    Raises ValueError or TypeError for arrays that do not fit each other.
-    """
-    gradients = call.gradients
-    expected = ", ".join(GRADIENTS)
-    if not isinstance(gradients, Iterable):
-        raise TypeError(f"gradients is {gradients!r}; expected some of {expected}")
-    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
-    if isinstance(gradients, str) or any(name not in GRADIENTS for name in gradients):
-        raise ValueError(f"gradients is {gradients!r}; expected some of {expected}")
-    for name in ("mean", "rstd") if call.options.centered else ("rstd",):
-        if getattr(call, name) is None:
-            raise TypeError(f"{name} is None; expected the statistic that the forward returned")
-    fields = call._asdict()
-    del fields["options"], fields["gradients"]
-    converted = {name: take(array, name) for name, array in fields.items()}
-    call = call._replace(**converted, gradients=gradients)
-    x, weight = call.x, call.weight
-    check(Operands(x, None, call.norm_weight, call.norm_bias, (weight,), ()))
-    shape = (*x.shape[:-1], weight.shape[0])
-    if call.dy is None or tuple(call.dy.shape) != shape:
-        shape_of_dy = None if call.dy is None else tuple(call.dy.shape)
-        raise ValueError(f"dy has shape {shape_of_dy}; expected that of y, {shape}")
-    _check_same_dtype(call.dy, "dy", x, "x")
-    for name in ("normalized", "dnormalized", "dsum"):
-        array = checks.take_like(getattr(call, name), x, tuple(x.shape), name, "x")
-        if array is not None and name != "dsum":
-            _check_same_dtype(array, name, x, "x")
-    return call

@@ -15,20 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..nn.dtypes import outside_autocast
-from ..norm.prepared import FOR_STATISTICS_ALONE, FOR_Y
-from . import few_rows, fold, kernels, one_kernel
-from .call import GRADIENTS, LinearBackwardCall, LinearCall, LinearOptions
+from ..norm.prepared import FOR_Y
+from . import few_rows, kernels, one_kernel
+from .call import LinearCall, LinearOptions
 from .kernels import SavedNorm
 from .matrices import as_rows, split_like, sum_rows
 from .weight_gradients import WeightGradientSink, WeightProduct
-
-
-def project(call: LinearCall, normalized: Tensor) -> Tensor:
-    """y of a normalised tensor whose dtype is that of the parameters."""
-    _, _, _, _, (weight,), biases = call.operands
-    with torch.no_grad(), outside_autocast(normalized):
-        return functional.linear(normalized, weight, biases[0] if biases else None)
 
 
 def forward(
@@ -36,7 +28,7 @@ def forward(
     weight: Tensor,
     bias: Tensor | None,
     purpose: str,
-    folded: fold.Folded | None = None,
+    folded: one_kernel.Folded | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """y, normalized, mean, rstd, input + residual. Statistics may be None with FOR_Y.
 
@@ -45,8 +37,6 @@ def forward(
     folded: the parameters already folded.
     """
     operands, options = call
-    if options.fused == "fold":
-        return _forward_folded(call, folded)
     few = few_rows.choose(call, purpose)
     if few is not None:
         y, mean, rstd, added = few_rows.forward(call, few, weight, bias, purpose)
@@ -58,18 +48,6 @@ def forward(
     bias = None if bias is None else bias.to(options.dtype)
     y = functional.linear(normalized, weight.to(options.dtype), bias)
     return y, normalized, mean, rstd, added
-
-
-def _forward_folded(
-    call: LinearCall, folded: fold.Folded | None
-) -> tuple[Tensor, None, Tensor | None, Tensor, Tensor]:
-    operands, options = call
-    # The statistics alone: one pass over x that writes no y.
-    of_input = operands._replace(norm_weight=None, norm_bias=None)
-    _, mean, rstd, added = kernels.forward(options, of_input, options.dtype, FOR_STATISTICS_ALONE)
-    folded = folded or fold.fold_call(call)
-    with outside_autocast(operands.input):
-        return fold.project_folded(added, mean, rstd, folded), None, mean, rstd, added
 
 
 class Saved(NamedTuple):
@@ -182,18 +160,3 @@ def _product(
         "the norm's bias": saved.norm_bias,
     }
     return WeightProduct(rows, make_normalized, reads=reads)
-
-
-def explicit_gradients(call: LinearBackwardCall) -> tuple[Tensor | None, ...]:
-    """dx, dnorm_weight, dnorm_bias, dweight, dbias outside autograd; None where not requested."""
-    x, weight = call.x, call.weight
-    norm = SavedNorm(x, call.mean, call.rstd, call.norm_weight, call.norm_bias)
-    # A column of weight has the shape and dtype of a bias.
-    saved = Saved(norm, call.normalized, weight, (weight,), (weight[:, 0],))
-    wants_input, *others = (name in call.gradients for name in GRADIENTS)
-    wanted = (wants_input, False, *others)
-    options = call.options._replace(dtype=x.dtype)
-    incoming = Incoming(call.dy, call.dnormalized, call.dsum)
-    with torch.no_grad(), outside_autocast(x):
-        results = gradients(options, saved, incoming, wanted)
-    return results[0], *results[2:]

@@ -1,93 +1,22 @@
-"""torch: fused="fold": the norm's weight and bias folded into those of the linear layer.
-
-y = rstd * (x folded^T - mean * sums) + bias
-"""
+"""torch: folded parameters that later calls with fused="kernel" use: one_kernel.fold."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..nn.dtypes import arithmetic, outside_autocast
 from ..nn.modes import stream_of
-from ..nn.products import wide_product
+from . import one_kernel
 from .call import LinearCall
-from .matrices import as_rows, join
 
 # Private: see nn/repeated.py. It compares the layouts of several tensors in one call.
 _TensorGuards = torch._C._dynamo.guards.TensorGuards
-
-
-class Folded(NamedTuple):
-    """weight: [out_features, in_features]. bias: [out_features].
-
-    sums: [out_features], of the weight's rows after rounding; None for RMSNorm.
-    """
-
-    weight: Tensor
-    sums: Tensor | None
-    bias: Tensor
-
-
-def fold(
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    centered: bool = True,
-    zero_centered_weight: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Folded:
-    """The folded parameters, formed in float32 (float64 for float64).
-
-    folded.weight is rounded once, to dtype (by default weight's). Its rows are centered, so that in
-    exact arithmetic sums would be 0 and the mean would cancel. Rounding leaves non-zero sums, which
-    are subtracted again, so that a large mean does not multiply the rounding errors of weights.
-    The remaining error of y is
-
-        rstd * sum |x - mean| |folded| * half_ulp(weight's dtype)     rounding of the folded weights
-        + rstd * sum |x| |folded| * in_features * 2^-24               additions of the product
-
-    The first term is no larger than the one from rounding the normalised tensor without a fold. The
-    second sees x instead of x - mean, so it grows with |mean| * rstd, as it does not without a
-    fold. Under autocast so does the rounding of a float32 x to dtype.
-    """
-    compute = arithmetic(weight)
-    folded = wide = weight.to(compute)
-    if norm_weight is not None:
-        factor = norm_weight.to(compute)
-        folded = wide * (1.0 + factor if zero_centered_weight else factor)
-    if centered:
-        folded = folded - folded.mean(1, keepdim=True)
-    rounded = folded.to(dtype or weight.dtype)
-    folded_bias = wide.new_zeros(len(wide)) if bias is None else bias.to(compute)
-    if norm_bias is not None:
-        folded_bias = torch.addmv(folded_bias, wide, norm_bias.to(compute))
-    sums = rounded.sum(1, dtype=compute) if centered else None
-    return Folded(rounded, sums, folded_bias)
-
-
-def fold_call(call: LinearCall) -> Folded:
-    """The folded parameters of a call, outside autograd."""
-    operands, options = call
-    with torch.no_grad(), outside_autocast(operands.weights[0]):
-        return fold(
-            operands.norm_weight,
-            operands.norm_bias,
-            join(operands.weights),
-            join(operands.biases),
-            centered=options.centered,
-            zero_centered_weight=options.zero_centered_weight,
-            dtype=options.dtype,
-        )
 
 
 class KeptFold:
@@ -99,7 +28,7 @@ class KeptFold:
     what is written to `tensor.data`, or by foreign kernels.
     """
 
-    def __init__(self, call: LinearCall, make: Callable[[LinearCall], Folded]) -> None:
+    def __init__(self, call: LinearCall) -> None:
         parameters = _parameters_of(call)
         self._options, self._versions = _options_of(call), _versions_of(parameters)
         self._addresses = [each.data_ptr() for each in parameters]
@@ -107,7 +36,7 @@ class KeptFold:
         self._have_same_layouts = _TensorGuards(
             *parameters, dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
-        self.folded = make(call)
+        self.folded = one_kernel.fold(call)
 
     def fits(self, call: LinearCall) -> bool:
         """Whether it is the fold of a call."""
@@ -130,7 +59,6 @@ def _options_of(call: LinearCall) -> tuple:
     """What a fold depends on besides its parameters."""
     (_, _, norm_weight, norm_bias, weights, _), options = call
     return (
-        options.fused,
         options.centered,
         options.zero_centered_weight,
         options.dtype,
@@ -152,8 +80,8 @@ def _versions_of(parameters: list[Tensor]) -> list[int] | None:
 _cache = WeakIdKeyDictionary()  # first weight -> KeptFold
 
 
-def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_call) -> Folded:
-    """The fold of a call without gradients, which `make` makes, cached as long as the weight lives.
+def cached_fold(call: LinearCall) -> one_kernel.Folded:
+    """The fold of a call without gradients, cached as long as the weight lives.
 
     It is made again where it does not fit, and after a recorded call or a step of an optimizer
     (torch.optim.Optimizer). Not noticed is what is written to `tensor.data`, by foreign kernels or
@@ -168,8 +96,8 @@ def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_ca
         return kept.folded
     _, is_captured = stream_of(first) or (None, False)
     if is_captured or _versions_of(_parameters_of(call)) is None:
-        return make(call)
-    _cache[first] = kept = KeptFold(call, make)
+        return one_kernel.fold(call)
+    _cache[first] = kept = KeptFold(call)
     return kept.folded
 
 
@@ -184,18 +112,3 @@ register_optimizer_step_post_hook(_forget_all)
 def forget(weight: Tensor) -> None:
     """Drops the cached fold of a layer with this first weight."""
     _cache.pop(weight, None)
-
-
-def project_folded(x: Tensor, mean: Tensor | None, rstd: Tensor, folded: Folded) -> Tensor:
-    """y [..., out_features] of x [..., in_features] and its statistics.
-
-    x is cast to the dtype of folded.weight, which y has too.
-    """
-    dtype = folded.weight.dtype
-    y = wide_product(as_rows(x.to(dtype)), folded.weight.t())
-    if folded.sums is not None:
-        y.addr_(mean.reshape(-1), folded.sums, alpha=-1)
-    # Scaled, shifted and rounded in one pass over y: torch rounds as it writes.
-    rounded = torch.empty_like(y, dtype=dtype)
-    torch.addcmul(folded.bias, y, rstd.reshape(-1, 1), out=rounded)
-    return rounded.reshape(*x.shape[:-1], len(folded.weight))

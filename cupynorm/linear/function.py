@@ -16,7 +16,15 @@ from ..nn import autograd, by_torch, dtypes, modes, wrapped
 from ..nn.dtypes import name_of
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
 from . import compiled, compute, fold, one_kernel
-from .call import LinearCall, Operands, check, fits, has_no_normalized, is_fused
+from .call import (
+    LinearCall,
+    Operands,
+    check,
+    check_fused,
+    fits,
+    has_no_normalized,
+    is_fused,
+)
 from .kernels import SavedNorm, forward_request
 from .matrices import as_result, concatenate, join
 from .weight_gradients import WeightGradientSink, asked_for
@@ -26,7 +34,9 @@ _present_tracer = modes.present_tracer
 
 
 def normalize_and_project(
-    call: LinearCall, sink: WeightGradientSink | None = None, folded: fold.Folded | None = None
+    call: LinearCall,
+    sink: WeightGradientSink | None = None,
+    folded: one_kernel.Folded | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, normalized (None unless requested), input + residual.
 
@@ -52,9 +62,8 @@ def normalize_and_project(
             fold.forget(operands.weights[0])  # an optimizer may step without telling torch
         y, normalized, added = _apply(call, sink, folded, *tensors)
     else:
-        make = one_kernel.folds(call) if is_fused(options.fused) and not folded else None
-        if make is not None:
-            folded = fold.cached_fold(call, make)
+        if folded is None and one_kernel.keeps_fold(call):
+            folded = fold.cached_fold(call)
         weight, bias = join(operands.weights), join(operands.biases)
         y, normalized, _, _, added = compute.forward(call, weight, bias, FOR_Y, folded)
     return (
@@ -147,12 +156,13 @@ def _check_tensors(operands: Operands) -> None:
 def check_call(call: LinearCall) -> None:
     """Raises ValueError or TypeError for parameters and options that do not fit the input."""
     operands, options = call
+    check_fused(options.fused)
     if is_fused(options.fused) and options.return_normalized:
         raise ValueError(has_no_normalized("return_normalized", options.fused))
     if _is_compiling() or modes.is_jit_traced():
         return  # torch's operations check shapes, and the tracer warns of each look at one
-    if is_fused(options.fused) or not fits(operands):
-        check(operands, options.fused, is_cast=dtypes.in_autocast(operands.input))
+    if not fits(operands):
+        check(operands, is_cast=dtypes.in_autocast(operands.input))
 
 
 class Projected(torch.autograd.Function):
@@ -161,15 +171,9 @@ class Projected(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, sink, folded, *_tensors):
         operands, options = call
-        weight = join(operands.weights)
+        weight, bias = join(operands.weights), join(operands.biases)
         cast = weight.to(options.dtype)
-        y, normalized, mean, rstd, added = compute.forward(
-            call,
-            weight if is_fused(options.fused) else cast,
-            join(operands.biases),
-            FOR_STATISTICS,
-            folded,
-        )
+        y, normalized, mean, rstd, added = compute.forward(call, cast, bias, FOR_STATISTICS, folded)
         y, normalized = as_result(y), as_result(normalized)
         ctx.save_for_backward(
             added,

@@ -1,7 +1,6 @@
 """The norm of a linear call, and its gradients, outside autograd.
 
-Every call of the kernels of cupynorm.norm from this folder is here. The arrays
-may be of any library.
+Every call of the kernels of cupynorm.norm from this folder is here.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..gpu import arrays
 from ..norm import route
 from ..norm.prepared import FOR_STATISTICS
 from ..norm.quantize import OfNorm, QuantizedMatrix, quantize
@@ -26,6 +24,7 @@ from ..norm.request import (
 )
 from ..norm.results import Backward
 from .call import LinearOptions, Operands
+from .matrices import as_rows
 
 
 class SavedNorm(NamedTuple):
@@ -85,7 +84,7 @@ def backward_request(
             tuple(x.shape[-1:]),
             options.zero_centered_weight,
             names,
-            dbias_dtype=_dtype_of(norm_bias),
+            dbias_dtype=None if norm_bias is None else norm_bias.dtype,
             recompute=recompute,
             overwrite_dy=overwrite_dy,
             launch=options.launch,
@@ -132,12 +131,6 @@ def backward(
     return *gradients[:3], gradients.y
 
 
-def _dtype_of(parameter: Array | None) -> Any:
-    if parameter is None:
-        return None
-    return parameter.dtype if arrays.is_torch(parameter) else arrays.dtype_name(parameter)
-
-
 def forward_quantized(
     options: LinearOptions,
     operands: Operands,
@@ -177,8 +170,3 @@ def quantize_again(
     )
     x = as_rows(saved.x)
     return quantize(x, format, scale, wants_data=False, transpose=True, of_norm=of_norm)
-
-
-def as_rows(array: Array) -> Array:
-    """An array [..., num_cols] as [num_rows, num_cols], even where one of them is 0."""
-    return array.reshape(arrays.product(array.shape[:-1]), array.shape[-1])

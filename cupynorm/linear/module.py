@@ -24,12 +24,11 @@ from ..nn.modes import are_plain, is_compiling, run_untraced
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fold, one_kernel
 from .call import (
-    FUSED,
     LinearCall,
     LinearOptions,
     Operands,
     check_eps,
-    expected_fused,
+    check_fused,
     has_no_normalized,
     is_fused,
     launch_options,
@@ -84,9 +83,10 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         group later. With one rank nothing is shared, whatever the other arguments are.
     sequence_parallel: "column": the input has this rank's rows (its first dimension); "row": the
         output has.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: products that
-        overlap with collectives. symmetric_ar_type: how "row" sums its output: None, "one_shot",
-        "two_shot" or "multimem_all_reduce". docs/parallel.md has what each does.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
+    symmetric_ar_type (None, "one_shot", "two_shot" or "multimem_all_reduce"): accepted, with a
+        warning where several ranks share the layer. They have no effect on results, nor on
+        collectives, which run beside products where they can: docs/parallel.md.
     ub_name, name: for the user.
 
     By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as for
@@ -246,20 +246,19 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         y, normalized, _ = normalize_and_project(call, sink, folded)
         return y, normalized
 
-    def _fold(self, call: LinearCall, is_first_microbatch: bool | None) -> fold.Folded | None:
+    def _fold(self, call: LinearCall, is_first_microbatch: bool | None) -> one_kernel.Folded | None:
         """The folded parameters: made and kept for True; those that were kept, for False.
 
         None where the call does not use them, or makes them itself.
         """
-        if not is_fused(self.fused) or is_first_microbatch is None or is_compiling():
+        if is_first_microbatch is None or not is_fused(self.fused) or is_compiling():
             return None
-        make = one_kernel.folds(call) if are_plain(call.operands.all) else None
-        if make is None:
+        if not are_plain(call.operands.all) or not one_kernel.keeps_fold(call):
             return None
         kept = self._folded
         if is_first_microbatch or kept is None or not kept.fits(call):
             fold.forget(call.operands.weights[0])
-            self._folded = kept = fold.KeptFold(call, make)
+            self._folded = kept = fold.KeptFold(call)
         return kept.folded
 
     # State.
@@ -297,8 +296,7 @@ def _check_choices(arguments: Mapping[str, Any]) -> None:
     if normalization not in NORMALIZATIONS:
         expected = " or ".join(map(repr, NORMALIZATIONS))
         raise ValueError(f"normalization is {normalization!r}; expected {expected}")
-    if fused not in FUSED:
-        raise ValueError(f"fused is {fused!r}; expected {expected_fused()}")
+    check_fused(fused)
     if is_fused(fused) and arguments["return_layernorm_output"]:
         raise ValueError(has_no_normalized("return_layernorm_output", fused))
     dtype = arguments["params_dtype"]

@@ -1,9 +1,20 @@
 """torch: the norm and the product in one kernel (cuda_src/norm_linear.cu).
 
-y = rstd * (x folded^T - mean * sums) + bias, where tensor cores multiply x itself by the folded
-weight of fold.py, while other warps compute the statistics. With fused="kernel" it computes what it
-can, by default what plan.product_choice chooses, with a fold in each call. Other calls take the
-plain path.
+y = rstd * (x folded^T - mean * sums) + bias, where tensor cores multiply x itself by the weight
+with the norm's weight folded into it, while other warps compute the statistics. With fused="kernel"
+it computes what it can, by default what plan.product_choice chooses, with a fold in each call.
+Other calls take the plain path.
+
+The fold is rounded once, to the dtype of the weight. Its rows are centered, so that in exact
+arithmetic sums would be 0 and the mean would cancel. Rounding leaves non-zero sums, which are
+subtracted again, so that a large mean does not multiply the rounding errors of weights. The
+remaining error of y is
+
+    rstd * sum |x - mean| |folded| * half_ulp(weight's dtype)     rounding of the folded weights
+    + rstd * sum |x| |folded| * in_features * 2^-24               additions of the product
+
+The first term is no larger than the one from rounding the normalised tensor without a fold. The
+second sees x instead of x - mean, so it grows with |mean| * rstd, as it does not without a fold.
 """
 
 from __future__ import annotations
@@ -22,7 +33,6 @@ from ..plan import product_choice, products
 from ..plan.products import NormLinearProblem
 from . import few_rows
 from .call import LinearCall, check_eps
-from .fold import Folded, fold_call
 from .matrices import as_rows, join
 
 
@@ -121,11 +131,11 @@ def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
     return tuple(0 if each is None else each.data_ptr() for each in tensors)
 
 
-class KernelFold(NamedTuple):
+class Folded(NamedTuple):
     """The folded parameters as the kernel reads them.
 
     weight: [products.folded_rows(out_features), in_features], in the order of fold_weight.cu.
-    terms: as many rows of 16 bfloat16, the sums and the bias of fold.Folded in three parts each
+    terms: as many rows of 16 bfloat16, the sums and the folded bias in three parts each
     (cuda_src/product/column_terms.cuh).
     """
 
@@ -133,8 +143,8 @@ class KernelFold(NamedTuple):
     terms: Tensor
 
 
-def fold(call: LinearCall) -> KernelFold:
-    """The folded parameters of a call, by one kernel: those of fold.fold but for last bits.
+def fold(call: LinearCall) -> Folded:
+    """The folded parameters of a call, by one kernel (cuda_src/fold_weight.cu).
 
     They take as much memory as the weight, and 32 bytes for each of its rows.
     """
@@ -160,20 +170,18 @@ def fold(call: LinearCall) -> KernelFold:
         given = (weight, bias, operands.norm_weight, operands.norm_bias, folded, terms)
         stream = arrays.library(weight)(device_index).stream()
         enqueue(stream, (*_addresses(given), in_features))
-    return KernelFold(folded, terms)
+    return Folded(folded, terms)
 
 
-def folds(call: LinearCall) -> Callable[[LinearCall], Folded | KernelFold] | None:
-    """What folds the parameters of a call, or None if it does not use folded ones."""
-    if call.options.fused == "fold":
-        return fold_call
+def keeps_fold(call: LinearCall) -> bool:
+    """Whether a call uses folded parameters that may be kept for later ones."""
     if call.options.fused != "kernel" or few_rows.find(call) is not None:
-        return None
-    return fold if why_not(call) is None else None
+        return False
+    return why_not(call) is None
 
 
 def forward(
-    call: LinearCall, folded: KernelFold | None
+    call: LinearCall, folded: Folded | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """y, mean (None for RMSNorm), rstd and input + residual of a call that why_not accepts.
 

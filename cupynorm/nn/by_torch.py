@@ -87,6 +87,8 @@ def normalized(
     rounds = options.round_x_hat and given != wide
     by_rms = centered and (differentiably or modes.is_transformed())
     writes_out = not centered and (modes.is_compiling() or modes.is_faked())
+    if writes_out:  # inductor then sums and casts the gradient of a parameter in one kernel
+        weight, bias = (None if each is None else each.expand(x.shape) for each in (weight, bias))
     of_all = {given, dtype, *(each.dtype for each in (weight, bias) if each is not None)}
     if (
         len(of_all) > 1

@@ -81,7 +81,8 @@ class SwappedNorms:
         return [Swap("name", "was", "now", ""), *self.swapped, *self.left]
 
     def _summary(self) -> str:
-        return f"{len(self.swapped)} swapped, {len(self.left)} left"
+        compiled = "; compiled by torch.compile, a model runs torch's norms" if self.swapped else ""
+        return f"{len(self.swapped)} swapped, {len(self.left)} left{compiled}"
 
 
 def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> SwappedNorms:
@@ -92,7 +93,7 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         >>> print(cupynorm.swap_norms(model))
         name  was            now
         1     torch.RMSNorm  cupynorm.RMSNorm
-        1 swapped, 0 left
+        1 swapped, 0 left; compiled by torch.compile, a model runs torch's norms
 
     model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects,
         so that optimizers and state dicts stay valid. A module that is used in several places is

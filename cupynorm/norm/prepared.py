@@ -43,7 +43,6 @@ from .request import (
 FOR_Y = "y"
 FOR_STATISTICS = "statistics"  # y, mean and rstd
 FOR_GRADIENTS = "gradients"  # the same, where autograd records the call
-FOR_STATISTICS_ALONE = "statistics alone"
 
 # Forward.
 
@@ -155,15 +154,14 @@ class PreparedForward(CheckedForward, OnGpu):
     """
 
     def __init__(self, request: ForwardRequest, purpose: str) -> None:
-        """purpose: what is wanted, one of FOR_Y, FOR_STATISTICS, FOR_GRADIENTS and
-        FOR_STATISTICS_ALONE."""
+        """purpose: what is wanted, one of FOR_Y, FOR_STATISTICS and FOR_GRADIENTS."""
         operands, options = request
         CheckedForward.__init__(self, request)
         self.records = purpose is FOR_GRADIENTS
         self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
         read, tensors, functors = self._place_inputs(operands)
         written = {
-            "y": None if purpose is FOR_STATISTICS_ALONE else options.out_dtype,
+            "y": options.out_dtype,
             "sum": options.residual_dtype if self.makes_sum else None,
         }
         shape, num_dims = tuple(operands.input.shape), len(options.extents)

@@ -121,17 +121,17 @@ def _group_in_words(group: Any) -> str:
 # Comparing.
 
 
-def compare(store: Any, rank: int, size: int, call: dict, place: Any) -> tuple[int, list[Any]]:
-    """The number of the meeting in which all ranks had this call, and the places of all ranks.
+def compare(store: Any, rank: int, size: int, call: dict) -> int:
+    """The number of the meeting in which all ranks had this call.
 
-    store: of the group. call: compared as text. place: of this rank, plain values.
+    store: of the group. call: compared as text.
     Raises ValueError on all ranks if their calls differ; RuntimeError if another rank does not
     come until the timeout of the store.
     """
     call = {name: str(value) for name, value in call.items()}
     digest = hashlib.sha256(json.dumps(call).encode()).hexdigest()[:24]
     try:
-        number, brought = _meet(store, rank, size, [digest, place])
+        number, brought = _meet(store, rank, size, [digest, {}])
         if any(other != digest for other, _ in brought):
             _, brought = _meet(store, rank, size, ["", call])
             raise ValueError(_difference([each for _, each in brought]))
@@ -141,14 +141,13 @@ def compare(store: Any, rank: int, size: int, call: dict, place: Any) -> tuple[i
             f"rank {rank} of tp_group has a call unlike all before, and {error} has none; expected "
             f"the same calls on all ranks. It has {said}"
         ) from None
-    return number, [each for _, each in brought]
+    return number
 
 
-def _difference(calls: list[Any]) -> str:
-    first = calls[0] or {}
+def _difference(calls: list[dict[str, str]]) -> str:
     for rank, other in enumerate(calls):
-        for name, value in first.items():
-            if (found := (other or {}).get(name)) != value:
+        for name, value in calls[0].items():
+            if (found := other.get(name)) != value:
                 return (
                     f"{name} is {found} on rank {rank} of tp_group and {value} on rank 0; "
                     "expected the same on all ranks"

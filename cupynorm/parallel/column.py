@@ -37,7 +37,8 @@ def forward(
         values, mean, rstd, _ = kernels.forward(options, operands, products.value_dtype)
         rows = products.rows(as_rows(values))
     weight, saved_weight = products.weight(operands.weights)
-    y = products.project(rows, weight, joined_bias(operands.biases, options.dtype))
+    bias = joined_bias(operands.biases, options.dtype)
+    y = products.multiply(products.gather(rows)(), weight, bias)
     normalized = None
     if options.return_normalized:
         normalized = values.to(options.dtype)
@@ -59,9 +60,8 @@ def _forward_fused(
     options, sharding, input = products.options, products.sharding, operands.input
     own, call, folded = as_rows(input), LinearCall(operands, options), products.folded
     gathering = sharding.gather_input(own)
-    make = None if folded else one_kernel.folds(call)
-    if make is not None:
-        folded = make(call)
+    if folded is None and one_kernel.keeps_fold(call):
+        folded = one_kernel.fold(call)
     rows = gathering.wait()
     weight, bias = join(operands.weights), join(operands.biases)
     call = LinearCall(operands._replace(input=rows), options)
@@ -119,7 +119,7 @@ def backward(
             reduction = sharding.reduce(total)
         dnormalized = None
     elif dy is not None and wants_dnormalized:
-        reduction = products.dnormalized_of_ranks(gradient, weights, saved_weight)
+        reduction = sharding.reduce(products.dnormalized(gradient, weights, saved_weight))
     normalized = None if gathering is None else gathering()
     dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
 

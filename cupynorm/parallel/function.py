@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..linear import fold, one_kernel
-from ..linear.call import LinearCall, Operands, is_fused
+from ..linear.call import LinearCall, Operands
 from ..linear.function import normalize_and_add
 from ..linear.matrices import as_result, concatenate
 from ..linear.weight_gradients import WeightGradientSink, asked_for
@@ -40,14 +40,10 @@ def project(
 
 
 def _with_cached_fold(products: Products, operands: Operands) -> Products:
-    options = products.options
-    if not is_fused(options.fused) or products.folded is not None:
+    call = LinearCall(operands, products.options)
+    if not one_kernel.keeps_fold(call) or products.folded is not None:
         return products
-    call = LinearCall(operands, options)
-    make = one_kernel.folds(call)
-    if make is None:
-        return products
-    return FloatProducts(options, products.sharding, fold.cached_fold(call, make))
+    return FloatProducts(products.options, products.sharding, fold.cached_fold(call))
 
 
 def check_plain(operands: Operands) -> None:

@@ -3,17 +3,16 @@
 function.py         a call, differentiable, eager and for torch.compile
 column.py, row.py   what ranks compute and exchange in it
 products.py         their products, in the dtype of the call or in 8-bit floats
-overlap.py          products that overlap with collectives
 sharding.py         how the ranks share the layer
 ranks.py            the group and its collectives
 agreement.py        what ranks must agree on, and how they compare it
 checkpoints.py      state dicts that load on another number of ranks
-gathered_weights.py weights that fully_shard gathers in 8-bit floats
 """
 
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,12 +30,20 @@ from ..nn.recipes import DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
 from . import agreement
 from .function import check_plain, project, project_by_torch
-from .overlap import Overlaps, SymmetricSum, overlaps
 from .products import FloatProducts, QuantizedProducts
 from .ranks import Ranks, group_size
 from .sharding import Sharding
 
 MODES = (None, "column", "row")
+ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")  # of TransformerEngine
+WITHOUT_EFFECT = (
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_wgrad",
+    "ub_bulk_dgrad",
+    "symmetric_ar_type",
+)
 # Attributes that are the same on all ranks of a layer.
 COMPARED = (
     "parallel_mode",
@@ -81,11 +88,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
         if is_shared and mode == "column":
             self._num_out_shards = size
         self._is_shared = is_shared
-        self._overlaps = overlaps(
-            arguments, mode, sequence_parallel=self.sequence_parallel, is_shared=is_shared
-        )
-        kind = self._overlaps.all_reduce
-        self._symmetric_sum = None if kind is None else SymmetricSum(kind)
+        _check_collectives(arguments, is_shared=is_shared)
 
     def _mark_parameters(self) -> None:
         super()._mark_parameters()
@@ -153,7 +156,6 @@ class LayerNormLinear(OneRankLayerNormLinear):
             and isinstance(inp, Tensor)
             and self.tp_group is not None
             and not is_fused(self.fused)
-            and self._overlaps == Overlaps()
             and not self.fuse_wgrad_accumulation
             and not self.delay_wgrad_compute
             and not autocast.is_inside()
@@ -186,9 +188,8 @@ class LayerNormLinear(OneRankLayerNormLinear):
             "the device": operands.input.device.type,
             "the dtype of the weight": operands.weights[0].dtype,
             "the dtype of layer_norm_weight": operands.norm_weight.dtype,
-            "what overlaps (ub_overlap_*, symmetric_ar_type)": tuple(self._overlaps),
         }
-        self._ranks.agree(call, operands.input.device)
+        self._ranks.agree(call)
         if region is not None:
             self._check_amaxes(region)
         self._ranks.known.add(kind)
@@ -224,8 +225,6 @@ class LayerNormLinear(OneRankLayerNormLinear):
             self.sequence_parallel,
             is_gathered and self.parallel_mode == "column",
             self.reduce_norm_gradients,
-            self._overlaps,
-            self._symmetric_sum,
         )
 
     def _project(
@@ -297,6 +296,21 @@ class LayerNormLinear(OneRankLayerNormLinear):
         return (
             f"{super().extra_repr()}, parallel_mode={self.parallel_mode!r}, "
             f"tp_size={self.tp_size}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+def _check_collectives(arguments: Mapping[str, Any], *, is_shared: bool) -> None:
+    """Raises ValueError for an unknown symmetric_ar_type, and warns of what has no effect here."""
+    kind = arguments["symmetric_ar_type"]
+    if kind is not None and kind not in ALL_REDUCES:
+        expected = ", ".join(map(repr, ALL_REDUCES))
+        raise ValueError(f"symmetric_ar_type is {kind!r}; expected None, {expected}")
+    idle = [name for name in WITHOUT_EFFECT if is_shared and arguments[name]]
+    if idle:
+        warnings.warn(
+            f"{', '.join(idle)} has no effect: collectives are those of tp_group, which run beside "
+            "products where they can",
+            stacklevel=4,
         )
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional
 from ..gpu import arrays
 from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
-from ..linear.fold import Folded
 from ..linear.fp8 import QuantizedCall, call_of_backward
 from ..linear.matrices import join, split_like, sum_rows
+from ..linear.one_kernel import Folded
 from ..linear.quantizers import transposed_factor
 from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization
@@ -28,7 +28,6 @@ from ..nn.products import Factor, multiply
 from ..nn.recipes import IN_BLOCKS
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
-from . import overlap
 from .ranks import Pending
 from .sharding import Sharding
 
@@ -69,51 +68,11 @@ class Products:
     sharding: Sharding
     value_dtype: torch.dtype
 
-    # Products that ranks share, cut to overlap with collectives where the layer is asked to.
-
-    def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor:
-        """y of the Rows of all ranks, which it gathers."""
-        sharding = self.sharding
-        if not sharding.cuts_gather(len(rows.data), weight.data):
-            return self.multiply(self.gather(rows)(), weight, bias)
-        if self.has_fused_operators(rows, weight):
-            y = self.gather_and_multiply(rows, weight)
-            return y if bias is None else y + bias
-        waits = [self.gather(chunk) for chunk in self.chunks_of(rows, 1)]
-        return overlap.gather_in_chunks(
-            waits, lambda chunk: self.multiply(chunk, weight, bias), sharding.ranks.size
-        )
-
-    def project_part(self, rows: Any, weight: Any) -> Pending:
-        """The sum over ranks of the products of their columns: all rows of it, or this rank's."""
-        return self._multiply_and_sum(rows, weight, self.sharding.reduce_output, fast=True)
-
     def dnormalized(
         self, dy: OutputGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor:
         """dy weight of this rank. saved: the tensors of `weight`."""
         return self.multiply(dy.factor, self.transposed_weight(weights, saved), fast=False)
-
-    def dnormalized_of_ranks(
-        self, dy: OutputGradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Pending:
-        """The same summed over ranks: all rows of it, or this rank's."""
-        weight = self.transposed_weight(weights, saved)
-        return self._multiply_and_sum(dy.factor, weight, self.sharding.reduce, fast=False)
-
-    def _multiply_and_sum(
-        self, a: Any, b: Any, reduce: Callable[[Tensor], Pending], *, fast: bool
-    ) -> Pending:
-        ranks = self.sharding.ranks
-        if not self.sharding.cuts_scatter(len(a.data), b.data):
-            return reduce(self.multiply(a, b, fast=fast))
-        if self.has_fused_operators(a, b):
-            return Pending(self.multiply_and_scatter(a, b, fast=fast))
-        return overlap.reduce_in_chunks(
-            self.chunks_of(a, ranks.size), lambda chunk: self.multiply(chunk, b, fast=fast), ranks
-        )
-
-    # Of each kind.
 
     def without_weight(self) -> Products:
         """For a backward, which has the weight among its saved tensors."""
@@ -139,25 +98,13 @@ class Products:
         """The same in backward. The function returns the Rows as `dweight` takes them."""
 
     def weight(self, weights: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
-        """The weight for `project`, and what `transposed_weight` needs besides weights."""
+        """The weight as a factor, and what `transposed_weight` needs besides weights."""
 
     def transposed_weight(self, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Any:
         """The factor [in_features, out_features]."""
 
     def multiply(self, a: Any, b: Any, bias: Tensor | None = None, *, fast: bool = True) -> Tensor:
         """a b^T + bias in the dtype of the call. fast: as for nn.products.multiply."""
-
-    def has_fused_operators(self, a: Any, b: Any) -> bool:
-        """Whether torch has one operator for a b^T and a collective. The same on all ranks."""
-
-    def gather_and_multiply(self, rows: Any, weight: Any) -> Tensor:
-        """By such an operator: the Rows of all ranks times weight^T."""
-
-    def multiply_and_scatter(self, a: Any, b: Any, *, fast: bool) -> Tensor:
-        """By such an operator: this rank's rows of the sum over ranks of a b^T."""
-
-    def chunks_of(self, rows: Any, size: int) -> list[Any]:
-        """Some rows of each of `size` equal parts of a factor, in up to 4 chunks."""
 
     def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
         """Of the rows of dy; with their sums if sum_dtype is given."""
@@ -217,18 +164,6 @@ class FloatProducts(Products):
         self, a: Tensor, b: Tensor, bias: Tensor | None = None, *, fast: bool = True
     ) -> Tensor:
         return functional.linear(a, b, bias)
-
-    def has_fused_operators(self, a: Tensor, b: Tensor) -> bool:
-        return self.sharding.ranks.shares_memory and len(a) > 0
-
-    def gather_and_multiply(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return overlap.gather_and_multiply(rows, weight, self.sharding.ranks)
-
-    def multiply_and_scatter(self, a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-        return overlap.multiply_and_scatter(a, b.t(), self.sharding.ranks)
-
-    def chunks_of(self, rows: Tensor, size: int) -> list[Tensor]:
-        return overlap.chunks_of(rows, size)
 
     def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
         sums = None if sum_dtype is None else sum_rows(rows, sum_dtype)
@@ -336,26 +271,6 @@ class QuantizedProducts(Products):
     ) -> Tensor:
         is_exact = self.quantizers.is_exact
         return multiply(a, b, self.options.dtype, bias=bias, fast=fast, is_exact=is_exact)
-
-    def has_fused_operators(self, a: Matrix, b: Matrix) -> bool:
-        return overlap.multiplies_scaled(a, b, self.sharding.ranks)
-
-    def gather_and_multiply(self, rows: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
-        ranks, dtype = self.sharding.ranks, self.options.dtype
-        return overlap.gather_and_multiply_scaled(rows, weight, dtype, ranks)
-
-    def multiply_and_scatter(self, a: Matrix, b: Matrix, *, fast: bool) -> Tensor:
-        ranks, dtype = self.sharding.ranks, self.options.dtype
-        return overlap.multiply_scaled_and_scatter(a, b, dtype, ranks, fast=fast)
-
-    def chunks_of(self, rows: Matrix, size: int) -> list[Factor]:
-        bits = rows.data.view(torch.uint8)
-        data = [each.view(rows.data.dtype) for each in overlap.chunks_of(bits, size)]
-        scales = [rows.scale_inv] * len(data)
-        if self._in_blocks:  # of which each row has its own
-            scales = overlap.chunks_of(rows.scale_inv, size)
-        blocks = rows.block_rows, rows.block_cols
-        return [Factor(*each, *blocks) for each in zip(data, scales)]
 
     def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
         (factor, transposed), sums = self.quantizers.quantize_gradient(rows, sum_dtype)

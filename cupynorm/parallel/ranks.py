@@ -7,7 +7,6 @@ after it; gloo communicates in a thread, and wait() blocks.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -51,15 +50,12 @@ class Ranks:
     size: of the group. group: of torch.distributed; None until it is set.
     known: the kinds of calls that the layer has compared: agreement.py.
     number: of the layer in the group, the same on all ranks; None before its first call.
-    shares_memory: whether each rank's GPU reaches the memory of the others. has_multicast: whether
-    torch reduces over NVLink multicast. Both are known after `agree`.
     """
 
     def __init__(self, size: int, group: Any = None) -> None:
         self.size, self.group = size, None
         self.known: set[tuple] = set()
         self.number: int | None = None
-        self.shares_memory = self.has_multicast = False
         if group is not None:
             self.set_group(group)
 
@@ -85,25 +81,20 @@ class Ranks:
                 "expected set_tensor_parallel_group(group) before its first call"
             )
 
-    def agree(self, call: dict[str, Any], device: torch.device) -> None:
+    def agree(self, call: dict[str, Any]) -> None:
         """Compares a call of a new kind on all ranks.
 
         By the group's store, because other ranks may be in a collective.
 
-        call: what must be the same, by name. device: of the input.
+        call: what must be the same, by name.
         Raises ValueError if it is not the same; RuntimeError if another rank does not come until
         the timeout of the store.
         """
-        is_first = self.number is None
-        uses_nccl = device.type == "cuda" and distributed.get_backend(self.group) == "nccl"
-        place = _place(device) if uses_nccl and is_first else None
         call = {"the layer's number in the order of first calls": self.number} | call
         store = distributed.distributed_c10d._get_process_group_store(self.group)
-        number, places = agreement.compare(store, self.rank, self.size, call, place)
-        if is_first:
+        number = agreement.compare(store, self.rank, self.size, call)
+        if self.number is None:
             self.number = number
-            self.shares_memory = place is not None and _share_memory(places)
-            self.has_multicast = place is not None and all(each[-1] for each in places)
 
     # Collectives.
 
@@ -141,39 +132,6 @@ class Ranks:
     def __getstate__(self) -> dict:
         """Without the group, which belongs to a process."""
         return Ranks(self.size).__dict__
-
-
-def _place(device: torch.device) -> list[Any]:
-    """Of this rank: host, number of its GPU, those whose memory it reaches, and has_multicast."""
-    own, reached = device.index, []
-    try:
-        import torch.distributed._symmetric_memory  # noqa: F401  (defines the operators)
-    except ImportError:
-        return [socket.gethostname(), own, [], False]
-    for other in range(torch.cuda.device_count()):
-        if other != own and torch.cuda.can_device_access_peer(own, other):
-            reached.append(other)
-    return [socket.gethostname(), own, reached, _has_multicast(device)]
-
-
-def _share_memory(places: list[list[Any]]) -> bool:
-    """Whether each rank's GPU reaches the memory of the others. places: of all ranks."""
-    return all(
-        host == other_host and index in reached
-        for at, (host, _, reached, _) in enumerate(places)
-        for other_at, (other_host, index, _, _) in enumerate(places)
-        if at != other_at
-    )
-
-
-def _has_multicast(device: torch.device) -> bool:
-    try:
-        from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        return _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
-    except (ImportError, AttributeError):
-        return False
 
 
 def group_size(group: Any) -> int:

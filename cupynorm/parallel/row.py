@@ -47,7 +47,7 @@ def forward(
     del part
     rows = products.rows(values)
     weight, saved_weight = products.weight(operands.weights)
-    reduction = products.project_part(rows, weight)
+    reduction = sharding.reduce(products.multiply(rows, weight))
     normalized = None
     if options.return_normalized:
         if values.dtype != options.dtype:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .overlap import Overlaps, SymmetricSum, cuts
 from .ranks import Pending, Ranks
 
 
@@ -17,7 +16,6 @@ class Sharding(NamedTuple):
     mode: "column" or "row". sequence_parallel: whether each rank has rows of its own of the input
     (column) or of y (row). gathered: whether normalized is returned with the rows of all ranks.
     reduces_norm: whether the gradients of the norm's parameters are summed over ranks here.
-    overlaps: what overlaps with products. symmetric_sum: replaces the all_reduce of mode "row".
     """
 
     ranks: Ranks
@@ -25,8 +23,6 @@ class Sharding(NamedTuple):
     sequence_parallel: bool
     gathered: bool
     reduces_norm: bool
-    overlaps: Overlaps = Overlaps()
-    symmetric_sum: SymmetricSum | None = None
 
     @property
     def gathers_input(self) -> bool:
@@ -42,30 +38,11 @@ class Sharding(NamedTuple):
         """The rows of all ranks, where gathers_input."""
         return self.ranks.gather(tensor) if self.gathers_input else Pending(tensor)
 
-    def cuts_gather(self, num_rows: int, weight: Tensor) -> bool:
-        """Whether ub_overlap_ag cuts the product of gathered rows. num_rows: of this rank."""
-        num_rows *= self.ranks.size
-        return self.overlaps.gather and cuts("ub_overlap_ag", num_rows, weight)
-
-    def cuts_scatter(self, num_rows: int, weight: Tensor) -> bool:
-        """The same of ub_overlap_rs and ub_overlap_rs_dgrad, and the product before a reduction.
-
-        num_rows: of all ranks.
-        """
-        name = "ub_overlap_rs" if self.mode == "row" else "ub_overlap_rs_dgrad"
-        return self.overlaps.scatter and cuts(name, num_rows, weight)
-
     def reduce(self, tensor: Tensor) -> Pending:
         """The sum over ranks: this rank's rows of it, or all rows without sequence_parallel."""
         if self.sequence_parallel:
             return self.ranks.reduce_scatter(tensor)
         return self.ranks.all_reduce(tensor)
-
-    def reduce_output(self, part: Tensor) -> Pending:
-        """As reduce, of the products of mode "row"."""
-        if self.symmetric_sum is not None:
-            return self.symmetric_sum(part, self.ranks)
-        return self.reduce(part)
 
     def with_all_rows(self, shape: torch.Size) -> torch.Size:
         """The shape of a tensor with the rows of all ranks, from that of one rank's."""

@@ -385,7 +385,7 @@ def _bytes_moved(choice: Choice, problem: Problem, num_rows: int, num_partials: 
     moved = num_rows * problem.bytes_per_row
     if choice.strategy == "uncached":
         if problem.forward:
-            again = (choice.statistics == "two_pass" and problem.centered) + bool(problem.y)
+            again = 1 + (choice.statistics == "two_pass" and problem.centered)
             again += problem.scaling == "row"
             moved += again * row_elements * x_bytes * (1 + problem.residual)
         else:

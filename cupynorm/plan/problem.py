@@ -202,7 +202,7 @@ class Problem:
 
     x: the row that is normalised. Forward it may be a sum, formed in this dtype.
     layout: of all tensors together.
-    y: the result. Forward without it computes only the statistics.
+    y: the result.
     dy, dx, dweight, dbias: backward only; None for a gradient that is not wanted.
     residual: forward, whether a residual of x's dtype is added and the sum stored.
     dsum: backward, the gradient that is added to dx.

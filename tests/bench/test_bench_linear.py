@@ -23,7 +23,6 @@ HERE = (
     "gemm",
     "cupynorm",
     "cupynorm-saved",
-    "cupynorm-fold",
     "cupynorm-kernel",
     "cupynorm-plain",
     "cupynorm-current",

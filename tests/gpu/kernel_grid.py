@@ -134,9 +134,6 @@ FUSED_PROBLEMS = [
     _backward_of_sum("bfloat16", "bfloat16", **DROPS),
     _backward_of_sum("float64", "float64", **DROPS),
     {"direction": "forward"} | dict.fromkeys(("x", "y", "round_x_hat", "weight"), "float16"),
-    # Statistics alone.
-    {"direction": "forward", "x": "bfloat16"},
-    {"direction": "forward", "x": "float32"},
 ]
 FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)
 FEWER_FUSED_WIDTHS = (768, 1025)

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from kernel_checks import check, forward_problem, identical, norm_and_cols
 
-from cupynorm.check import run
 from cupynorm.check.cases import NORMS, Case, random_problem
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES, decode, encode
-from cupynorm.norm.arguments import Address
 from cupynorm.plan import dispatch
-from cupynorm.plan.problem import Tile
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
 
 MIXED = [
@@ -124,64 +121,6 @@ def test_x_hat_is_rounded_first(dtype, strategy, where):
     assert rounded.tobytes() == expected.tobytes()
     once = run_kernels(replace(problem, case=replace(problem.case, round_x_hat=False)), where)["y"]
     assert 0.1 < (rounded != once).mean() < 0.6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("statistics", STATISTICS)
-@pytest.mark.parametrize(
-    "strategy, tile",
-    [
-        ("warp", None),
-        ("block", Tile(8, 64, packs_per_thread=2)),
-        ("block", Tile(8, 64)),
-        ("block", Tile(8, 64, 2, stages=2)),
-        ("cluster", Tile(8, 32, packs_per_thread=1, cluster_size=4)),
-        ("cluster", Tile(8, 32, cluster_size=2)),
-        ("cluster", Tile(8, 32, 2, cluster_size=2, stages=2)),
-        ("uncached", None),
-    ],
-)
-def test_forward_without_y(strategy, tile, statistics, residual, where, monkeypatch):
-    """The statistics have the bits of a forward with y. y is neither written nor needed."""
-    case = Case(
-        "layer_norm",
-        7,
-        1000,
-        "bfloat16",
-        weight=None,
-        bias=None,
-        strategy=strategy,
-        tile=tile,
-        statistics=statistics,
-    )
-    case = replace(case, residual=residual, num_cols=240 if strategy == "warp" else 1000)
-    problem = random_problem(case)
-    plans, plain = [], run.forward_call
-    with_y = run_kernels(problem, where)
-
-    def forward_call(device, tensors, options, kind):
-        tensors = {name: rows for name, rows in tensors.items() if name != "y"}
-        call = plain(device, tensors, options, kind)
-        plans.append(call.plan)
-        # run_kernels passes an address for y, which this kernel does not use.
-        arguments = [
-            [0 if word == Address("y") else word for word in words] for words in call.arguments
-        ]
-        return call._replace(arguments=tuple(arguments))
-
-    monkeypatch.setattr(run, "forward_call", forward_call)
-    alone = run_kernels(problem, where)
-    assert np.isnan(alone["y"]).all()
-    for name in ("mean", "rstd", *(["sum"] if residual else [])):
-        assert alone[name].tobytes() == with_y[name].tobytes() and np.isfinite(alone[name]).all()
-    assert "Store<void, void, void, false>" in plans[0].launches[0].kernel.name_expression
-    assert tile is None or plans[0].tile == tile
-    read = 7 * case.num_cols * 2
-    assert plans[0].bytes_needed == read * (1 + 2 * residual) + 7 * 2 * 4
-    if strategy == "uncached":
-        passes = 2 if statistics == "two_pass" else 1
-        assert plans[0].bytes_moved == plans[0].bytes_needed + (passes - 1) * read * (1 + residual)
 
 
 # 240 columns fit a warp in any dtype.

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+
+@pytest.fixture
+def folds() -> Iterator[list]:
+    """fused="kernel" on a CPU. The list has the weight of each fold."""
+    pytest.importorskip("torch")
+    import linear_cases
+
+    with linear_cases.kernel_on_cpu() as made:
+        yield made
 
 
 @pytest.fixture

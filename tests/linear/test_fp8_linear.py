@@ -393,10 +393,10 @@ def test_wrong_calls_are_refused():
         pytest.raises(TypeError, match="input is of dtype float64 inside fp8_autocast"),
     ):
         module(tensor(problem.x, "float64"))
-    folded, problem = make(fused="fold")
+    folded, problem = make(fused="kernel")
     with (
         fp8_autocast(),
-        pytest.raises(ValueError, match="fused is 'fold' inside fp8_autocast; expected None"),
+        pytest.raises(ValueError, match="fused is 'kernel' inside fp8_autocast; expected None"),
     ):
         folded(tensor(problem.x))
     module, _ = make()

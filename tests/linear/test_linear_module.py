@@ -347,10 +347,12 @@ def test_repr_shows_options_that_are_not_default():
     assert (
         repr(LayerNormLinear(24, 16, **CPU)) == "LayerNormLinear(in_features=24, out_features=16)"
     )
-    module = LayerNormLinear(24, 16, 0.1, bias=False, normalization="RMSNorm", fused="fold", **CPU)
+    module = LayerNormLinear(
+        24, 16, 0.1, bias=False, normalization="RMSNorm", fused="kernel", **CPU
+    )
     assert (
         repr(module) == "LayerNormLinear(in_features=24, out_features=16, eps=0.1, bias=False, "
-        "normalization='RMSNorm', fused='fold')"
+        "normalization='RMSNorm', fused='kernel')"
     )
 
 
@@ -369,11 +371,9 @@ def test_checkpointed_gradients_are_the_same(dtype):
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("options", [{}, {"parameters_split": ("q", "k", "v")}, {"fused": "fold"}])
+@pytest.mark.parametrize("options", [{}, {"parameters_split": ("q", "k", "v")}])
 def test_the_flop_counter_sees_the_products(options, compiled, fp8):
     """Those of torch.nn.Linear: one in forward, two in backward."""
-    if fp8 and options.get("fused"):
-        pytest.skip("no weights are folded inside fp8_autocast")
     module = LayerNormLinear(32, 48, **options, **CPU)
     call = torch.compile(module, backend="aot_eager") if compiled else module
     x = torch.randn(16, 32, requires_grad=True)

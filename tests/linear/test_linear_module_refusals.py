@@ -63,9 +63,9 @@ WRONG_SPLITS = (
             "in_features is 24 and tp_size is 5; expected a multiple of 5",
         ),
         (
-            {"tp_size": 2, "parallel_mode": "row", "fused": "fold"},
+            {"tp_size": 2, "parallel_mode": "row", "fused": "kernel"},
             ValueError,
-            "fused is 'fold' and tp_size is 2 with parallel_mode='row'; expected fused=None, bec",
+            "fused is 'kernel' and tp_size is 2 with parallel_mode='row'; expected fused=None, bec",
         ),
         (
             {"tp_size": 4, "parallel_mode": "column", "parameters_split": {"a": 6, "b": 10}},
@@ -82,9 +82,9 @@ WRONG_SPLITS = (
             ValueError,
             r"sizes \[6, 8\], 14 together; expected out_features of all ranks, 16",
         ),
-        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None, 'plain', 'fold' or"),
+        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None, 'plain' or 'kernel'"),
         (
-            {"fused": "fold", "return_layernorm_output": True},
+            {"fused": "kernel", "return_layernorm_output": True},
             ValueError,
             "no normalised tensor exists",
         ),

@@ -70,7 +70,7 @@ def asked(x, weight, fused=None, residual=None, returns=False, dtype=torch.bfloa
 
 def test_calls_on_a_cpu_take_the_plain_path():
     x, weight = torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(8, 8, dtype=torch.bfloat16)
-    for fused in ("kernel", "fold", None):
+    for fused in ("kernel", None):
         assert few_rows.choose(asked(x, weight, fused), FOR_Y) is None
 
 
@@ -168,7 +168,7 @@ def test_default_without_gradients_is_the_kernel():
     assert few_rows.choose(asked(x, weight), FOR_Y) is not None
     for call, purpose in (
         (asked(x, weight), FOR_STATISTICS),
-        (asked(x, weight, "fold"), FOR_Y),
+        (asked(x, weight, "plain"), FOR_Y),
         (asked(x, weight, returns=True), FOR_Y),
         (asked(x.float(), weight), FOR_Y),
         (asked(x.repeat(9, 1), weight), FOR_Y),

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import copy
-import sys
-import tempfile
 from unittest import mock
 
 import torch
-from torch import distributed
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from training_cases import DEVICE, check, full, gathered, make_layers, random
+from training_cases import DEVICE, check, gathered, make_layers, random
 
 from cupynorm import (
     CurrentScaling,
     DelayedScaling,
     LayerNormLinear,
     Linear,
-    QuantizedTensor,
     fp8_autocast,
     fp8_model_init,
 )
-from cupynorm.linear.quantized_weight import QuantizedWeight
-from cupynorm.parallel.gathered_weights import gather_in_8_bits
 
 
 @check
@@ -80,66 +69,6 @@ def weights_in_8_bits(rank: int) -> None:
         assert "a DTensor was given to a linear layer inside fp8_autocast" in str(error)
     else:
         raise AssertionError("expected NotImplementedError")
-
-
-@check
-def weights_gathered_in_8_bits(rank: int) -> None:
-    """fully_shard of them: y has the bits of whole weights, and shards are as precise as before.
-
-    Ranks have 8 and 7 rows of one weight. The second policy gathers for bfloat16 products.
-    """
-    recipe = CurrentScaling()
-    for dtype in (torch.float32, torch.bfloat16):
-        layers = torch.nn.Sequential(
-            LayerNormLinear(16, 15, device=DEVICE), Linear(15, 16, device=DEVICE)
-        )
-        with torch.no_grad():
-            for seed, parameter in enumerate(layers.parameters()):
-                parameter.copy_(random(*parameter.shape, seed=seed))
-        whole = copy.deepcopy(layers)
-        policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype)
-        for layer in (*gather_in_8_bits(layers, recipe), layers):
-            fully_shard(layer, mp_policy=policy)
-        optimizer = torch.optim.AdamW(layers.parameters(), 0.01)
-        for step in range(2):
-            x = random(8, 16, seed=10 * rank + step).to(dtype)
-            with torch.no_grad():
-                for parameter, shard in zip(whole.parameters(), layers.parameters()):
-                    parameter.copy_(full(shard))
-            rounded = copy.deepcopy(whole).to(dtype)
-            for layer, other in zip(rounded, whole):  # the weight is quantised from float32
-                made = QuantizedWeight.of(other.weight, recipe).quantized
-                made = QuantizedTensor(made.data, made.scale_inv, dtype)
-                layer.weight = torch.nn.Parameter(QuantizedWeight(made, recipe))
-            with fp8_autocast(recipe=recipe):
-                y, right = layers(x), rounded(x)
-            assert y.dtype == dtype and torch.equal(y, right) and y.abs().max() > 0
-            y.square().sum().backward()
-            right.square().sum().backward()
-            for shard, parameter in zip(layers.parameters(), rounded.parameters()):
-                distributed.all_reduce(parameter.grad)
-                eps = torch.finfo(dtype).eps  # a mean of two, and its roundings
-                atol = eps * parameter.grad.abs().max().item()
-                got, mean = full(shard.grad), parameter.grad.float() / 2
-                torch.testing.assert_close(got, mean, rtol=eps, atol=atol)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert full(layers[0].weight).dtype == torch.float32
-        assert not torch.equal(full(layers[0].weight), whole[0].weight)
-        layers[0].unshard()
-        made = layers[0].weight.quantized.data
-        assert made.dtype == torch.float8_e4m3fn and made.shape == (15, 16)
-        layers[0].reshard()
-    path = gathered(tempfile.mkdtemp(dir=sys.argv[3]))[0]
-    checkpoint.save(get_model_state_dict(layers), checkpoint_id=path)
-    saved = [full(each).clone() for each in layers.parameters()]
-    with torch.no_grad():
-        for parameter in layers.parameters():
-            parameter.zero_()
-    state = get_model_state_dict(layers)
-    checkpoint.load(state, checkpoint_id=path)
-    set_model_state_dict(layers, state)
-    assert all(map(torch.equal, saved, [full(each) for each in layers.parameters()]))
 
 
 @check

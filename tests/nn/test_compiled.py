@@ -43,9 +43,9 @@ def check_compiled(compiled, tensors) -> None:
         (y := function(*tensors), *torch.autograd.grad(y, tensors, torch.ones_like(y)))
         for function in (block, compiled)
     )
-    assert_few_roundings(got, expected, 2**6)
+    assert_few_roundings(got, expected, 2**6, tensors[0].dtype)
     with torch.no_grad():
-        assert_few_roundings([compiled(*tensors)], expected[:1])
+        assert_few_roundings([compiled(*tensors)], expected[:1], between=tensors[0].dtype)
 
 
 @pytest.fixture
@@ -87,6 +87,12 @@ compiled = torch.compile(call, fullgraph=True, backend="eager")
 assert torch.allclose(compiled(x), cupynorm.layer_norm(x, 40))
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_inductor_gives_gradients_near_the_eager_ones(compile_anew, dtype):
+    check_compiled(compile_anew(block), block_tensors(4, dtype))
 
 
 def test_inductor_gives_results_near_the_eager_ones(compile_anew):

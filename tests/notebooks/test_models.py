@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 import models_report as report  # noqa: E402
 import models_steps as steps  # noqa: E402
 
+import cupynorm  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "notebooks" / "models.json"
 DIT = ("--quick", "--device", "cpu", "--models", "dit", "--steps", "2")
@@ -155,10 +157,8 @@ def test_full_sizes_are_those_of_the_papers(example):
 
 def test_a_wrong_norm_is_found(example, monkeypatch, capsys):
     """One part in a thousand of a norm's output."""
-    plain = example.cupynorm.LayerNorm.forward
-    monkeypatch.setattr(
-        example.cupynorm.LayerNorm, "forward", lambda self, x: plain(self, x) * 1.001
-    )
+    plain = cupynorm.LayerNorm.forward
+    monkeypatch.setattr(cupynorm.LayerNorm, "forward", lambda self, x: plain(self, x) * 1.001)
     assert example.main(DIT) == 1
     assert "TOO FAR: DiT-L/2, 1 block, training: gradients of cupynorm" in capsys.readouterr().out
 
@@ -167,7 +167,7 @@ def test_a_run_that_fails_leaves_the_others(example, monkeypatch, tmp_path, caps
     def fail(self, x):
         raise ValueError("no such row")
 
-    monkeypatch.setattr(example.cupynorm.LayerNorm, "forward", fail)
+    monkeypatch.setattr(cupynorm.LayerNorm, "forward", fail)
     file = tmp_path / "models.json"
     assert example.main([*DIT, "--json", str(file)]) == 1
     assert "training: cupynorm failed: ValueError: no such row" in capsys.readouterr().out

@@ -35,11 +35,11 @@ def test_it_runs_on_two_processes():
     norms = re.findall(r"(LayerNorm|RMSNorm): forward \d+, backward \d+$", done.stdout, re.M)
     assert norms == ["LayerNorm", "RMSNorm"], done.stdout
     number = r"(\d+\.\d+)"
-    names = ("one rank's part", "plain", "no overlap", "ub_\\*")
+    names = ("one rank's part", "plain", "no overlap")
     ways = "; ".join(rf"{way} {number}, {number}" for way in names)
     found = [re.search(rf": {ways}$", line) for line in done.stdout.splitlines()]
     found = [each.groups() for each in found if each]
     assert len(found) == 3, done.stdout
     assert all(float(each) > 0 for line in found for each in line)
-    calls = re.findall(r"rows, .*: (\d+) on the host, (\d+) in all$", done.stdout, re.M)
-    assert len(calls) == 8 and all(int(host) > 0 for host, _ in calls), done.stdout
+    calls = re.findall(r"rows: (\d+) on the host, (\d+) in all$", done.stdout, re.M)
+    assert len(calls) == 4 and all(int(host) > 0 for host, _ in calls), done.stdout

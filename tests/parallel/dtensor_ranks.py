@@ -14,11 +14,9 @@ from start_ranks import DEVICE, Checks, main
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import cupynorm
 from cupynorm import LayerNormLinear
-from cupynorm.parallel.styles import ColwiseParallel, RowwiseParallel
 
 CHECKS = Checks()
 check = CHECKS.add
@@ -104,81 +102,6 @@ def the_function_with_a_residual(rank):
 
 
 @check
-def a_block_by_parallelize_module(rank):
-    """SequenceParallel, ColwiseParallel and RowwiseParallel, two steps of an optimizer."""
-
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = cupynorm.RMSNorm(24, dtype=torch.float64, device=DEVICE)
-            self.up, self.down = make_layer(24, 32), make_layer(32, 24)
-
-        def forward(self, x):
-            x = self.norm(x)
-            return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-    single = Block()
-    block = parallelize_module(
-        copy.deepcopy(single),
-        mesh_of_all(),
-        {
-            "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
-            "up": ColwiseParallel(input_layouts=Shard(0)),
-            "down": RowwiseParallel(output_layouts=Shard(0)),
-        },
-    )
-    assert block.up.weight.to_local().shape == (32 // distributed.get_world_size(), 24)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (single, block)]
-    size = distributed.get_world_size()
-    for step in range(2):
-        x = random(4, 2, 24, seed=step)
-        right, y = single(x), block(x.chunk(size)[rank])
-        assert_close(y, right.chunk(size)[rank].detach(), f"y of step {step}")
-        right.square().sum().backward()
-        y.square().sum().backward()
-        for (name, one), other in zip(single.named_parameters(), block.parameters()):
-            assert_close(other.grad, one.grad, f"{name} of step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@check
-def compiled_products_and_collectives_are_operations_of_torch(rank):
-    """In one graph, where a compiler may fuse a product with a collective."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    def record(module, example):
-        graphs.append({str(node.target) for node in module.graph.nodes})
-        return module
-
-    single, size = torch.nn.Sequential(make_layer(24, 32), make_layer(32, 24)), 2
-    styles = {
-        "0": ColwiseParallel(input_layouts=Shard(0)),
-        "1": RowwiseParallel(output_layouts=Shard(0)),
-    }
-    block = parallelize_module(copy.deepcopy(single), mesh_of_all(), styles)
-    compiled = torch.compile(block, backend=aot_autograd(fw_compiler=record), fullgraph=True)
-    x = random(4, 2, 24)
-    y, right = compiled(x.chunk(size)[rank]), single(x)
-    assert_close(y, right.chunk(size)[rank].detach(), "y")
-    right.square().sum().backward()
-    y.square().sum().backward()
-    for (name, one), other in zip(single.named_parameters(), block.parameters()):
-        assert_close(other.grad, one.grad, name)
-    forward, backward = graphs
-    collectives = {
-        "_c10d_functional.all_gather_into_tensor.default",
-        "_c10d_functional.reduce_scatter_tensor.default",
-    }
-    assert forward >= {"aten.addmm.default"} | collectives
-    assert backward >= {"aten.mm.default"} | collectives
-    assert not any("cupynorm" in name for name in forward | backward)
-
-
-@check
 def what_is_refused(rank):
     mesh = mesh_of_all()
     layer = make_layer()
@@ -196,11 +119,6 @@ def what_is_refused(rank):
     layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
     sentence = "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
     refused(TypeError, sentence, lambda: layer(random(4, 24)))
-    several = make_layer(return_bias=True)
-    sentence = "expected a layer that returns y alone"
-    refused(
-        NotImplementedError, sentence, lambda: parallelize_module(several, mesh, ColwiseParallel())
-    )
     shared = make_layer(parallel_mode="column", tp_group=distributed.group.WORLD)
     sentence = "a DTensor was given to a layer with tp_size of 2 or more"
     refused(NotImplementedError, sentence, lambda: shared(x))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from torch import distributed
 
 import cupynorm
 from cupynorm import LayerNormLinear
-from cupynorm.parallel import overlap
 
 CHECKS = Checks()
 check = CHECKS.add
@@ -191,20 +189,15 @@ def problem_of(case: Case, **options) -> LinearProblem:
 
 
 def run(case: Case, rank: int, problem: LinearProblem, call=None, **options) -> LayerNormLinear:
-    """One forward and backward on all ranks, compared with float64.
-
-    cut: whether products are cut to overlap; by default if an option asks for it.
-    """
-    cut = options.pop("cut", has_flags(options))
+    """One forward and backward on all ranks, compared with float64."""
     size = distributed.get_world_size()
     split = options.get("parameters_split")
     all_own = [Shares(case, each, split=split) for each in range(size)]
     own = all_own[rank]
     layer = make_layer(case, problem, own, **options)
     x, dy = inputs(problem, own)
-    with cutting(0 if cut else math.inf):
-        y = (call or layer.__call__)(x) if call is None else call(layer, x)
-        y.backward(dy)
+    y = layer(x) if call is None else call(layer, x)
+    y.backward(dy)
     if options.get("delay_wgrad_compute"):
         assert layer._weights()[0].grad is None
         layer.backward_dw()
@@ -256,31 +249,6 @@ def counted(name: str):
         yield seen
     finally:
         setattr(ranks, name, before)
-
-
-@contextlib.contextmanager
-def cutting(least: float = 0):
-    """Products are cut to overlap with collectives: short ones too, or none with least=inf."""
-    names = "LEAST_OPERATIONS", "LEAST_OPERATIONS_IN_8_BITS"
-    before = {name: getattr(overlap, name) for name in names}
-    for name in names:
-        setattr(overlap, name, least)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(overlap, name, value)
-
-
-def has_flags(options: dict) -> bool:
-    return any(name.startswith("ub_") for name in options)
-
-
-def flags(case: Case) -> dict[str, bool]:
-    if case.mode == "row":
-        return {"ub_overlap_rs": True}
-    names = ("ub_overlap_ag", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
-    return dict.fromkeys(names, True)
 
 
 def refused(error, sentence: str, call) -> None:

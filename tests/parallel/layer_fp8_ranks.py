@@ -1,17 +1,13 @@
-"""Checks of 8-bit floats and of overlap on several ranks."""
+"""Checks of 8-bit floats on several ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import warnings
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from layer_cases import (
-    CASES,
     CHECKS,
     DEVICE,
     IN,
@@ -22,15 +18,11 @@ from layer_cases import (
     Shares,
     check,
     counted,
-    cutting,
-    flags,
     for_main,
     gathered,
-    has_flags,
     inputs,
     make_layer,
     problem_of,
-    run,
 )
 from linear_bounds import draw
 from torch import distributed
@@ -46,10 +38,7 @@ from cupynorm import (
     fp8_model_init,
 )
 from cupynorm.nn import quantization
-from cupynorm.parallel import overlap
-from cupynorm.parallel.overlap import SymmetricSum
 from cupynorm.parallel.products import QuantizedProducts
-from cupynorm.parallel.ranks import Ranks
 
 RECIPES = {
     "DelayedScaling": DelayedScaling(amax_history_len=2),
@@ -98,10 +87,9 @@ def in_fp8(case: Case, recipe, rank: int, **options) -> None:
     single = make_layer(alone, problem, all_of_it, tp_group=None)
     for step in range(3):
         (x, dy), (whole_x, whole_dy) = inputs(problem, own), inputs(problem, all_of_it)
-        with cutting() if has_flags(options) else contextlib.nullcontext():
-            with fp8_autocast(recipe=recipe):
-                y, right = layer(x), single(whole_x)
-            y.backward(dy)
+        with fp8_autocast(recipe=recipe):
+            y, right = layer(x), single(whole_x)
+        y.backward(dy)
         right.backward(whole_dy)
         rows, columns = range(ROWS), range(WIDTH)
         y_right = right[np.ix_(own.y_rows, columns, own.outs)]
@@ -250,156 +238,3 @@ def the_gradient_of_normalized_in_8_bits(case, rank):
     # Some 2 * IN float32 operations in a row's sums.
     atol = 2.0**-23 * IN * dx.abs().max().item()
     torch.testing.assert_close(x.grad.double().cpu(), dx, rtol=0, atol=atol)
-
-
-# Overlap.
-
-FUSED = {
-    "column": ("gather_and_multiply", "multiply_and_scatter"),
-    "row": ("multiply_and_scatter",),
-}
-SCALED = {
-    "column": ("gather_and_multiply_scaled", "multiply_scaled_and_scatter"),
-    "row": ("multiply_scaled_and_scatter",),
-}
-
-
-@contextlib.contextmanager
-def fused_operators():
-    """The names of the functions that call torch's fused operators inside, as they are called."""
-    names = FUSED["column"] + SCALED["column"]
-    seen, before = [], {name: getattr(overlap, name) for name in names}
-
-    def call(name, *arguments, **options):
-        seen.append(name)
-        return before[name](*arguments, **options)
-
-    for name in before:
-        setattr(overlap, name, partial(call, name))
-    try:
-        yield seen
-    finally:
-        for name, function in before.items():
-            setattr(overlap, name, function)
-
-
-for _case in [each for each in CASES if each.sequence_parallel and each.norm == "layer_norm"]:
-
-    def _overlapping(rank, case=_case):
-        """In four chunks, or by torch's operators; a plain layer has one collective."""
-        ways = (({}, False), (flags(case), False), (flags(case), True))
-        for options, cut in ways:
-            overlap._warn_of_short.cache_clear()
-            with warnings.catch_warnings(record=True) as caught:
-                with counted("_scatter") as scattered, counted("_gather") as gathered:
-                    with fused_operators() as fused:
-                        layer = run(case, rank, problem_of(case), cut=cut, **options)
-            said = {str(each.message).partition(" has no effect")[0] for each in caught}
-            asked = {each for each in options if each.startswith("ub_overlap")}
-            assert said == (set() if cut else asked), said
-            gathers = len(gathered) - 1  # in backward, or of statistics and of dy
-            found = (len(scattered), gathers, sorted(fused))
-            number = 4 if cut else 1
-            if layer._ranks.shares_memory and cut:
-                assert found == (0, int(case.mode == "row"), sorted(FUSED[case.mode]))
-            else:
-                assert found == (number, 1 if case.mode == "row" else number, [])
-
-    CHECKS[f"overlapping-{_case.name}"] = _overlapping
-
-
-def agreed_ranks(rank: int) -> Ranks:
-    ranks = Ranks(distributed.get_world_size(), distributed.group.WORLD)
-    ranks.agree({}, torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
-    return ranks
-
-
-def overlapping_in_fp8(case, recipe, rank):
-    """By torch's scaled operators where ranks share memory and a tensor has one scale."""
-    with fused_operators() as seen:
-        in_fp8(case, recipe, rank, **flags(case))
-    has_one_scale = isinstance(recipe, DelayedScaling | CurrentScaling)
-    is_fused = has_one_scale and agreed_ranks(rank).shares_memory
-    assert set(seen) == (set(SCALED[case.mode]) if is_fused else set()), seen
-
-
-for _mode, (_name, _recipe) in itertools.product(("column", "row"), RECIPES.items()):
-    _case = Case(_mode, True, "layer_norm", "float32")
-    CHECKS[f"overlapping-{_case.name}-{_name}"] = partial(overlapping_in_fp8, _case, _recipe)
-
-
-@check
-def shapes_of_the_scaled_operators(rank):
-    """Of tensors without memory, which each torch has operators for."""
-    pytest.importorskip("torch.distributed._symmetric_memory")
-    ranks = Ranks(distributed.get_world_size(), distributed.group.WORLD)
-    ranks.shares_memory, size = True, ranks.size
-
-    def quantized(*shape):
-        data = torch.empty(shape, device="meta").to(torch.float8_e4m3fn)
-        return cupynorm.QuantizedTensor(data, torch.empty(1, device="meta"), torch.bfloat16)
-
-    a, b = quantized(8 * size, 48), quantized(32, 48)
-    assert overlap.multiplies_scaled(a, b, ranks)
-    y = overlap.gather_and_multiply_scaled(a, b, torch.bfloat16, ranks)
-    assert y.shape == (8 * size * size, 32) and y.dtype == torch.bfloat16
-    y = overlap.multiply_scaled_and_scatter(a, b, torch.float32, ranks, fast=True)
-    assert y.shape == (8, 32) and y.dtype == torch.float32
-    assert not overlap.multiplies_scaled(quantized(0, 48), b, ranks)
-    assert not overlap.multiplies_scaled(quantized(8, 40), quantized(32, 40), ranks)
-    ranks.shares_memory = False
-    assert not overlap.multiplies_scaled(a, b, ranks)
-
-
-KINDS = ("one_shot", "two_shot", "multimem_all_reduce")
-
-
-def symmetric_warnings(call) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        call()
-    return [str(each.message) for each in caught if "symmetric_ar_type" in str(each.message)]
-
-
-@check
-def a_sum_in_symmetric_memory(rank):
-    """Where torch's operators cannot make it all_reduce is used, and one warning says so."""
-    case = Case("row", False, "layer_norm", "float32")
-    problem, own = problem_of(case), Shares(case, rank)
-    right = make_layer(case, problem, own)
-    layers = [make_layer(case, problem, own, symmetric_ar_type=kind) for kind in KINDS]
-
-    def call():
-        for layer, _ in itertools.product(layers, range(2)):
-            x, _ = inputs(problem, own)
-            # Three ways to add two float32 numbers a rank.
-            torch.testing.assert_close(layer(x), right(x), rtol=2.0**-20, atol=2.0**-18)
-
-    found = symmetric_warnings(call)
-    ranks = layers[0]._ranks
-    if not ranks.shares_memory:
-        assert len(found) == 3 and len(set(found)) == 3, found
-        assert found[0].endswith("the ranks share no GPU memory: all_reduce of the group is used")
-    else:
-        assert [each.startswith("symmetric_ar_type is 'multimem") for each in found] == (
-            [] if ranks.has_multicast else [True]
-        )
-
-
-@check
-def sums_in_symmetric_memory_of_any_size(rank):
-    """Of whole numbers, which every order of additions sums exactly."""
-    ranks = agreed_ranks(rank)
-    sizes, kinds = (3, 0, 1, 4097, 8, 100_000), KINDS[: 2 + ranks.has_multicast]
-    for kind, dtype in itertools.product(kinds, (torch.bfloat16, torch.float32, torch.float64)):
-        total = SymmetricSum(kind)
-
-        def call(total=total, dtype=dtype):
-            for number, size in enumerate(sizes):
-                part = torch.arange(size, device=DEVICE).remainder(50).to(dtype) * (rank + number)
-                right = part.clone()
-                distributed.all_reduce(right)
-                assert torch.equal(total(part[:, None], ranks).wait(), right[:, None])
-
-        uses_torch = ranks.shares_memory and dtype != torch.float64
-        assert bool(symmetric_warnings(call)) != uses_torch

@@ -17,9 +17,6 @@ from layer_cases import (
     MAIN,
     Case,
     Shares,
-    cutting,
-    flags,
-    has_flags,
     inputs,
     make_layer,
     problem_of,
@@ -43,17 +40,12 @@ class Steps:
         problem, own = problem_of(case), Shares(case, rank)
         self.layer = make_layer(case, problem, own, **options)
         self.recipe, self.delays = recipe, bool(options.get("delay_wgrad_compute"))
-        self.is_cut = has_flags(options)
         self.x, self.dy = inputs(problem, own)
         self.values = self.x.detach().clone(), self.dy.clone()
         if options.get("fuse_wgrad_accumulation"):
             self.layer.weight.main_grad = torch.zeros_like(self.layer.weight)
 
     def run(self) -> torch.Tensor:
-        with cutting() if self.is_cut else contextlib.nullcontext():
-            return self._run()
-
-    def _run(self) -> torch.Tensor:
         self.layer.zero_grad(set_to_none=False)
         self.x.grad = None
         in_fp8 = (
@@ -144,13 +136,9 @@ for _case in MAIN:
         "delayed": DELAYED,
         "delayed-main_grad": DELAYED | {"fuse_wgrad_accumulation": True},
     }
-    if _case.sequence_parallel:
-        _ways["overlapping"] = flags(_case)
-    elif _case.mode == "row":
-        _ways |= {kind: {"symmetric_ar_type": kind} for kind in ("one_shot", "two_shot")}
     for _way, _options in _ways.items():
         for _name, _recipe in RECIPES.items():
-            if _recipe is None or _way in ("", "overlapping"):
+            if _recipe is None or not _way:
                 for _check in (in_a_graph, on_a_late_stream):
                     _text = f"{_check.__name__}-{_case.name}-{_way}-{_name}"
                     CHECKS[_text] = partial(_check, _case, _options, _recipe)

@@ -6,16 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cupynorm import (  # noqa: E402
-    BlockScaling,
-    LayerNormLinear,
-    Linear,
-    fp8_autocast,
-    fp8_model_init,
-)
+from cupynorm import LayerNormLinear, fp8_autocast  # noqa: E402
 from cupynorm.parallel.checkpoints import distributed_state_dict  # noqa: E402
-from cupynorm.parallel.gathered_weights import gather_in_8_bits  # noqa: E402
-from cupynorm.parallel.overlap import SymmetricSum  # noqa: E402
 from cupynorm.parallel.ranks import Ranks  # noqa: E402
 
 
@@ -82,48 +74,12 @@ def test_its_text_says_how_it_is_shared():
     )
 
 
-def test_arguments_of_overlap():
+def test_arguments_without_effect():
+    """One warning names them."""
     with pytest.raises(ValueError, match="symmetric_ar_type is 'ring'; expected None, 'one_shot'"):
         make("row", symmetric_ar_type="ring")
-    with pytest.warns(UserWarning, match="ub_overlap_rs, symmetric_ar_type has no effect with par"):
-        make("column", sequence_parallel=True, ub_overlap_rs=True, symmetric_ar_type="two_shot")
     with pytest.warns(
-        UserWarning, match="ub_overlap_ag, ub_bulk_wgrad has no effect with parallel"
-    ):
-        make("row", ub_overlap_ag=True, ub_bulk_wgrad=True)
-
-
-def test_sums_that_torch_cannot_make_in_symmetric_memory():
-    ranks, part = Ranks(1), torch.ones(3)
-    for kind, dtype, sentence in (
-        ("two_shot", torch.float16, "the sum is of float16, not float32 or bfloat16: all_reduce"),
-        ("multimem_all_reduce", torch.float32, "have no NVLink multicast, or it is turned off"),
-    ):
-        ranks.shares_memory = False
-        with pytest.warns(UserWarning, match=f"{kind}', and the ranks share no GPU memory: all_r"):
-            SymmetricSum(kind)(part, ranks)
-        ranks.shares_memory = True
-        with pytest.warns(UserWarning, match=sentence):
-            total = SymmetricSum(kind)(part.to(dtype), ranks).wait()
-        assert total.dtype == dtype and torch.equal(total, part.to(dtype))
-
-
-def test_weights_that_cannot_be_gathered_in_8_bits():
-    with fp8_model_init():
-        narrow = Linear(16, 16)
-    parts = LayerNormLinear(16, 16, device="cpu", parameters_split=("q", "k"))
-    for layer, found in (
-        (narrow, "layer '1' has a weight of class QuantizedWeight and torch.float32; expected one"),
-        (parts, "layer '1' has parameters_split; expected one plain weight of 16 or 32 bits"),
-        (Linear(16, 16, dtype=torch.float64), "has a weight of class Tensor and torch.float64"),
-    ):
-        model = torch.nn.Sequential(Linear(16, 16), layer)
-        with pytest.raises(NotImplementedError, match=found):
-            gather_in_8_bits(model)
-        assert type(model[0].weight.data) is torch.Tensor
-    with pytest.raises(ValueError, match="expected DelayedScaling or CurrentScaling, with one sca"):
-        gather_in_8_bits(Linear(16, 16), BlockScaling())
-    with pytest.raises(
-        ValueError, match="model is a Linear without LayerNormLinear and Linear of cup"
-    ):
-        gather_in_8_bits(torch.nn.Linear(16, 16))
+        UserWarning, match="^ub_overlap_rs, symmetric_ar_type has no effect: coll"
+    ) as w:
+        make("column", sequence_parallel=True, ub_overlap_rs=True, symmetric_ar_type="two_shot")
+    assert len(w) == 1 and w[0].filename == __file__

@@ -72,7 +72,6 @@ def test_problems_that_can_use_bundles():
     [
         forward(127, "float64"),
         forward(127, y="float32"),
-        forward(127, y=None),
         forward(127, **QUANTIZED),
         forward(127, dropout=True),
         forward(127, row_scale="float32"),
@@ -85,7 +84,7 @@ def test_problems_that_can_use_bundles():
         backward(127, recomputed="bfloat16"),
     ],
     ids=(
-        "float64,wide y,no y,8 bits,dropout,row_scale,input,gaps,"
+        "float64,wide y,8 bits,dropout,row_scale,input,gaps,"
         "wide dy,no dx,wide dsum,dresidual,recomputed"
     ).split(","),
 )

@@ -156,7 +156,6 @@ def test_classes():
         ({"layout": Layout(2, contiguous=True)}, "4 bytes"),
         ({"y": "float32"}, None),
         ({"dropout": True}, None),
-        ({"y": None}, "16 bytes"),
     ):
         assert class_of(replace(made, **changes)) == expected, changes
     backward = plan(1024, device="H200", direction="backward").problem
