@@ -39,7 +39,7 @@ def names_what_was_removed(function: _Function) -> _Function:
         try:
             return function(*arguments, **options)
         except TypeError:
-            for name in options.keys() & REMOVED_KEYWORDS.keys():
+            for name in filter(REMOVED_KEYWORDS.__contains__, options):
                 raise TypeError(
                     f"{function.__name__} has no {name} any more; expected {REMOVED_KEYWORDS[name]}"
                 ) from None
