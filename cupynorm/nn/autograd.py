@@ -24,6 +24,7 @@ from ..norm.request import (
     BackwardRequest,
     ForwardOperands,
     ForwardRequest,
+    replaced,
 )
 from ..norm.results import Backward, FusedBackward
 from . import by_torch, wrapped
@@ -60,7 +61,7 @@ def normalize(
         return wrapped.normalize_nested(request, normalize)
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if operands.input.is_cuda:
-            options = options._replace(out_dtype=arithmetic(operands.input))
+            options = replaced(options, out_dtype=arithmetic(operands.input))
             request = ForwardRequest(operands, options)
     compiling = is_compiling()
     if (not compiling and present_tracer()) or (compiling and operands.functors is not None):

@@ -7,12 +7,14 @@ are one dense tensor, and on each rank's part of a DTensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..gpu.arrays import type_in_words
-from ..norm.request import ForwardRequest
+from ..norm.request import ForwardRequest, replaced
+from . import modes
 
 
 def is_any_nested(*tensors: object) -> bool:
@@ -76,7 +78,7 @@ def normalize_nested(
     packed = {
         name: packing.values(tensor, name) for name, tensor in by_row.items() if tensor is not None
     }
-    results = of_dense(request._replace(operands=operands._replace(**packed)))
+    results = of_dense(ForwardRequest(replaced(operands, **packed), options))
     return packing.nested(results)
 
 
@@ -102,7 +104,7 @@ def normalize_dtensors(
     Rows that ranks have parts of are gathered first. A plain parameter is the same on every rank.
     Gradients of parameters are partial sums where rows are sharded, as those of torch's norms.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import Partial, Replicate
 
     operands, options = request
     input, by_row = operands.input, ("input", "residual", "row_scale")
@@ -141,12 +143,60 @@ def normalize_dtensors(
         each = on_every_rank(each, input)
         if list(each.placements) != placements:
             each = each.redistribute(placements=placements)
-        local[name] = each.to_local(grad_placements=of_gradient)
-    results = of_local(request._replace(operands=operands._replace(**local)))
-    like = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
+        local[name] = _to_local(each, of_gradient)
+    results = of_local(ForwardRequest(replaced(operands, **local), options))
     return tuple(
-        None if each is None else DTensor.from_local(each, mesh, rows, **like) for each in results
+        None if each is None else _from_local(each, mesh, input.shape, rows) for each in results
     )
+
+
+# torch's own to_local and from_local, whose gradients have no graph before torch 2.13: second
+# derivatives were lost without a word.
+
+
+def _to_local(tensor: Tensor, of_gradient: list) -> Tensor:
+    """This rank's part. of_gradient: the placements of its gradient."""
+    if modes.is_compiling():
+        return tensor.to_local(grad_placements=of_gradient)
+    return _ToLocal.apply(tensor, of_gradient)
+
+
+def _from_local(part: Tensor, mesh: Any, shape: torch.Size, placements: list) -> Tensor:
+    if modes.is_compiling():
+        return _FromLocal.forward(None, part, mesh, shape, placements)
+    return _FromLocal.apply(part, mesh, shape, placements)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, of_gradient):
+        ctx.of_whole = tensor.device_mesh, tensor.shape, of_gradient
+        part = tensor.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _from_local(gradient, *ctx.of_whole), None
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, mesh, shape, placements):
+        from torch.distributed.tensor import DTensor
+
+        if ctx is not None:
+            ctx.placements = placements
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, mesh, placements, shape=shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        from torch.distributed.tensor import Replicate
+
+        placements = [Replicate() if each.is_partial() else each for each in ctx.placements]
+        if list(gradient.placements) != placements:
+            gradient = gradient.redistribute(placements=placements)
+        return _to_local(gradient, placements), None, None, None
 
 
 def on_every_rank(tensor: Tensor, like: Tensor) -> Tensor:

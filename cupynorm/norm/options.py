@@ -14,7 +14,15 @@ from ..gpu import arrays
 from ..plan.problem import PATHS, SCALINGS, Tile
 from ..plan.strategies import check_choice
 from ..plan.tile_checks import check_path
-from .request import DEFAULTS, Array, ForwardRequest, Margins, Options, Quantization
+from .request import (
+    DEFAULTS,
+    Array,
+    ForwardRequest,
+    Margins,
+    Options,
+    Quantization,
+    replaced,
+)
 from .results import FusedBackward
 
 TILE_FIELDS = tuple(Tile.__annotations__)
@@ -150,14 +158,16 @@ def with_checked_options(request: ForwardRequest) -> ForwardRequest:
     residual_dtype = options.residual_dtype
     if residual_dtype is not None:
         residual_dtype = dtype_name(residual_dtype, "residual_dtype")
-    options = options._replace(
+    options = replaced(
+        options,
         dropout_p=dropout_p,
         residual_dtype=residual_dtype,
         round_x_hat=bool(options.round_x_hat),
     )
-    operands = operands._replace(dropout_seed=dropout_seed_of(operands.dropout_seed, dropout_p))
+    seed = dropout_seed_of(operands.dropout_seed, dropout_p)
+    operands = replaced(operands, dropout_seed=seed)
     if isinstance(operands.scale, str):
-        operands = operands._replace(scale=None)
+        operands = replaced(operands, scale=None)
     return ForwardRequest(operands, options)
 
 

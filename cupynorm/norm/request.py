@@ -14,6 +14,12 @@ from ..plan.problem import Tile
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
 
 
+def replaced(record: Any, **changes: object) -> Any:
+    """record._replace(**changes) of a named tuple. torch.compile cannot trace that before 2.9."""
+    values = [changes.get(name, value) for name, value in zip(record._fields, record)]
+    return type(record)(*values)
+
+
 class Margins(NamedTuple):
     """sm_margin for each kind of call. inference: a forward whose gradients are not recorded."""
 

@@ -47,7 +47,7 @@ def test_a_small_run_with_other_tensors(options):
 def test_a_small_run_of_8_bit_outputs(dtype, out_dtype):
     todo = cells(NORMS, [dtype], ["forward"], [96, 4096], 2**18, scales=SCALES, out_dtype=out_dtype)
     measured = measure.bench(todo, runs=1, seed=5, peers=["torch.compile"])
-    assert measured.ok and len(measured.measurements) == 20, str(measured)
+    assert measured.ok and len(measured.measurements) == 16, str(measured)
     for each in measured.measurements:
         assert 0.5 < each.errors["cupynorm"] <= 1 and not each.faults, each.faults
         assert each.share("cupynorm") < 5
@@ -68,7 +68,7 @@ def test_a_small_run_of_tiles():
         out_dtype="float8_e4m3fn",
     )
     measured = measure.bench(todo, runs=2, seed=5, peers=[], tiles=[tile], jobs=2)
-    assert measured.ok and len(measured.measurements) == 7, str(measured)
+    assert measured.ok and len(measured.measurements) == 6, str(measured)
     for each in measured.measurements:
         assert 0 < each.errors[tile] <= 1 and not each.faults and each.share(tile) < 5, str(
             measured
