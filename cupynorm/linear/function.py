@@ -15,7 +15,7 @@ from ..gpu.arrays import type_in_words
 from ..nn import autograd, by_torch, dtypes, modes, wrapped
 from ..nn.dtypes import name_of
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
-from . import compiled, compute, fold, one_kernel
+from . import compute, fold, one_kernel
 from .call import (
     LinearCall,
     Operands,
@@ -96,8 +96,11 @@ def _by_torch(
             "tensors in an eager call, or torch.no_grad()"
         )
     _check_tensors(operands)
-    if compiled.takes(call):
-        return compiled.normalize_and_project(call)
+    if _is_compiling():
+        from . import compiled  # it imports the compiler, which takes a second
+
+        if compiled.takes(call):
+            return compiled.normalize_and_project(call)
     normalized, added = normalize_and_add(call)
     parts = operands.weights, operands.biases
     if wrapped.is_any_dtensor(normalized):
