@@ -142,10 +142,9 @@ def layer_norm(
     Returns y of the input's shape in the input's library, or (y, sum) with return_residual. A CuPy
     array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
     in input, weight, bias and residual. NumPy arrays and CPU tensors are computed by the float64
-    reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
-    and second derivatives work; with any of residual_dtype, row_scale, dropout_p and round_x_hat,
-    torch.compile alone works. Under CUDA's torch.autocast y is float32 unless
-    out_dtype says otherwise, as torch's is.
+    reference and rounded once (differentiable for torch). What torch compiles, exports, transforms
+    or differentiates twice is computed by its own operations, without out, load and store. Under
+    CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
     another) with one rounding at the end.
@@ -157,11 +156,9 @@ def layer_norm(
     beyond 3.4e38 is NaN or bias.
 
     For a torch DTensor y is placed as the input; so are residual and row_scale, also DTensors.
-    weight and bias are replicated DTensors, or plain tensors that are the same on every rank. Rows
-    that are split between ranks are gathered first, and y is whole on each rank. Each rank has a
-    dropout mask of its own for its rows: that of dropout_seed + 2^32 times the number of the rank.
-    data and scale_inv of an 8-bit y are DTensors, the same as without ranks; transpose needs two
-    dimensions. load and store take no DTensor.
+    weight and bias are DTensors, or plain tensors that are the same on every rank. Rows that are
+    split between ranks are gathered first, and y is whole on each rank. out, dropout_p, an 8-bit
+    out_dtype, load and store take no DTensor.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC

@@ -101,30 +101,28 @@ def test_a_compiled_model_of_rms_norms_has_no_operator_of_ours(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Llama", "Llama of Hugging Face"])
-def test_inductor_makes_no_more_kernels(monkeypatch, name, dtype):
-    """Kernels are counted, not compiled."""
+def test_inductor_makes_no_more_kernels(monkeypatch, name):
+    """In bfloat16, which has more casts to fuse. Kernels are counted, not compiled."""
     from torch._inductor import async_compile, config, metrics
 
     kernels = async_compile.AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None
     monkeypatch.setattr(*kernels)
     model, swapped, inputs, target = two_of(name)
     nums = []
-    for each in (model.to(dtype), swapped.to(dtype)):
+    for each in (model.bfloat16(), swapped.bfloat16()):
         torch.compiler.reset()
         metrics.reset()
         with config.patch(force_disable_caches=True):
-            y = torch.compile(each, fullgraph=True)(*(x.detach().to(dtype) for x in inputs))
+            y = torch.compile(each, fullgraph=True)(*(x.detach().bfloat16() for x in inputs))
             each.loss(y, target).backward()
         nums.append(metrics.generated_kernel_count)
     assert 0 < nums[1] <= nums[0], nums
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", [cupynorm.LayerNorm, cupynorm.RMSNorm])
-def test_an_ahead_of_time_compiled_module_takes_any_rows(norm, tmp_path):
-    module = norm(WIDTH).eval()
+def test_an_ahead_of_time_compiled_module_takes_any_rows(tmp_path):
+    module = torch.nn.Sequential(cupynorm.LayerNorm(WIDTH), cupynorm.RMSNorm(WIDTH)).eval()
     rows = {"input": {0: torch.export.Dim("num_rows", min=2)}}
     x = random(4, WIDTH, dtype=torch.float32)
     exported = torch.export.export(module, (x,), dynamic_shapes=rows)

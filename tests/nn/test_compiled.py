@@ -90,9 +90,8 @@ assert torch.allclose(compiled(x), cupynorm.layer_norm(x, 40))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_inductor_gives_gradients_near_the_eager_ones(compile_anew, dtype):
-    check_compiled(compile_anew(block), block_tensors(4, dtype))
+def test_inductor_gives_gradients_near_the_eager_ones(compile_anew):
+    check_compiled(compile_anew(block), block_tensors(4, torch.bfloat16))
 
 
 def test_inductor_gives_results_near_the_eager_ones(compile_anew):
