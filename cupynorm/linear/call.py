@@ -55,17 +55,17 @@ class Operands(NamedTuple):
     weights: Sequence[Array]
     biases: Sequence[Array]
 
-    @property
-    def all(self) -> tuple[Array | None, ...]:
-        """The arrays in one tuple, in the order of the fields."""
-        input, residual, norm_weight, norm_bias, weights, biases = self
-        return (input, residual, norm_weight, norm_bias, *weights, *biases)
-
     @classmethod
     def split(cls, tensors: Sequence[Array | None], num_weights: int) -> Operands:
-        """The operands whose `all` these tensors are."""
+        """The operands whose all_of these tensors are."""
         weights, biases = tensors[4 : 4 + num_weights], tensors[4 + num_weights :]
         return cls(*tensors[:4], weights, biases)
+
+
+def all_of(operands: Operands) -> tuple[Array | None, ...]:
+    """The arrays in one tuple, in the order of the fields."""
+    input, residual, norm_weight, norm_bias, weights, biases = operands
+    return (input, residual, norm_weight, norm_bias, *weights, *biases)
 
 
 class LinearOptions(NamedTuple):

@@ -282,7 +282,7 @@ def call_of_backward(ctx: Any, call: QuantizedCall) -> QuantizedCall:
 
 
 class Projected(torch.autograd.Function):
-    """y, normalized (None unless requested). tensors: operands.all."""
+    """y, normalized (None unless requested). tensors: all_of(operands)."""
 
     @staticmethod
     def forward(ctx, call, weight, sink, num_weights, *tensors):

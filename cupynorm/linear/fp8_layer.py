@@ -16,7 +16,7 @@ from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
 from . import kernels
-from .call import LinearCall, LinearOptions, Operands, is_fused
+from .call import LinearCall, LinearOptions, Operands, all_of, is_fused
 from .fp8 import RegionCall
 from .function import check_call
 from .gradient_layer import GradientLayer
@@ -77,7 +77,7 @@ class Fp8Layer(GradientLayer):
         if call.recorded:
             num_weights = len(operands.weights)
             results = fp8_linear.Projected.apply(
-                quantized_call, weight, sink, num_weights, *operands.all
+                quantized_call, weight, sink, num_weights, *all_of(operands)
             )
             self._take_step(sink)
             return results
@@ -101,12 +101,12 @@ class Fp8Layer(GradientLayer):
                 "input is of dtype float64 inside fp8_autocast; "
                 "expected float16, bfloat16 or float32"
             )
-        if any(hasattr(each, "device_mesh") for each in operands.all):
+        if any(hasattr(each, "device_mesh") for each in all_of(operands)):
             raise NotImplementedError(
                 "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
         check_call(LinearCall(operands, call.options))
-        recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all)
+        recorded = torch.is_grad_enabled() and modes.wants_gradient(*all_of(operands))
         if recorded and fp8_output:
             raise ValueError(
                 "fp8_output is True where gradients are recorded; "
@@ -238,7 +238,7 @@ def _refuse_transforms(operands: Operands) -> None:
         raise NotImplementedError(
             "torch.jit.trace was asked to record a layer inside fp8_autocast; expected it outside"
         )
-    if modes.has_functorch_transforms() or modes.have_tangents(operands.all):
+    if modes.has_functorch_transforms() or modes.have_tangents(all_of(operands)):
         raise NotImplementedError(
             "torch.func or forward mode was asked to transform a layer inside fp8_autocast; "
             "expected it outside"

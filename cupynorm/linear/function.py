@@ -19,6 +19,7 @@ from . import compute, fold, one_kernel
 from .call import (
     LinearCall,
     Operands,
+    all_of,
     check,
     check_fused,
     fits,
@@ -50,11 +51,11 @@ def normalize_and_project(
     if operands.input.is_nested:
         return _normalize_and_project_nested(call, sink, folded)
     check_call(call)
-    if sink is not None and not modes.are_plain(operands.all):
-        tensors = tuple(map(_without_subclass, operands.all))
+    if sink is not None and not modes.are_plain(all_of(operands)):
+        tensors = tuple(map(_without_subclass, all_of(operands)))
         operands = Operands.split(tensors, len(operands.weights))
         call = LinearCall(operands, options)
-    tensors = operands.all
+    tensors = all_of(operands)
     if by_torch.takes(*tensors):
         return _by_torch(call, sink)
     if torch.is_grad_enabled() and modes.wants_gradient(*tensors):
@@ -120,7 +121,7 @@ def _normalize_then_project(call: LinearCall, sink: WeightGradientSink) -> tuple
     normalized, added = normalize_and_add(call)
     operands = Operands(normalized, None, None, None, operands.weights, operands.biases)
     alone = options._replace(centered=False, save_normalized=True, fused=None, has_norm=False)
-    y, _, _ = _apply(LinearCall(operands, alone), sink, None, *operands.all)
+    y, _, _ = _apply(LinearCall(operands, alone), sink, None, *all_of(operands))
     return y, normalized if options.return_normalized else None, added
 
 
@@ -149,7 +150,7 @@ def _check_tensors(operands: Operands) -> None:
     """Raises for operands that torch's operations cannot take."""
     names = ("input", "residual", "norm_weight", "norm_bias")
     names += ("weight",) * len(operands.weights) + ("bias",) * len(operands.biases)
-    for name, each in zip(names, operands.all):
+    for name, each in zip(names, all_of(operands)):
         if each is not None and not isinstance(each, Tensor):
             raise TypeError(
                 f"{name} is {type_in_words(each)}; expected a torch tensor, as input is"

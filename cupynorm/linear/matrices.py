@@ -49,7 +49,9 @@ def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     They are cast first: torch.autocast has no cat of the 16-bit dtype that it does not use.
     """
     parts = [part.to(dtype) for part in parts]
-    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
+    if len(parts) > 1:
+        return torch.cat(parts)
+    return parts[0] if parts else None
 
 
 def join(parts: Sequence[Tensor]) -> Tensor | None:

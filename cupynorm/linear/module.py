@@ -26,6 +26,7 @@ from .call import (
     LinearCall,
     LinearOptions,
     Operands,
+    all_of,
     check_eps,
     check_fused,
     has_no_normalized,
@@ -253,7 +254,7 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
         """
         if is_first_microbatch is None or not is_fused(self.fused) or is_compiling():
             return None
-        if not are_plain(call.operands.all) or not one_kernel.keeps_fold(call):
+        if not are_plain(all_of(call.operands)) or not one_kernel.keeps_fold(call):
             return None
         kept = self._folded
         if is_first_microbatch or kept is None or not kept.fits(call):

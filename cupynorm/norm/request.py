@@ -16,7 +16,8 @@ Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlp
 
 def replaced(record: Any, **changes: object) -> Any:
     """record._replace(**changes) of a named tuple. torch.compile cannot trace that before 2.9."""
-    values = [changes.get(name, value) for name, value in zip(record._fields, record)]
+    names = type(record)._fields
+    values = [changes.get(name, value) for name, value in zip(names, record)]
     return type(record)(*values)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..linear import fold, one_kernel
-from ..linear.call import LinearCall, Operands
+from ..linear.call import LinearCall, Operands, all_of
 from ..linear.function import normalize_and_add
 from ..linear.matrices import as_result, concatenate
 from ..linear.weight_gradients import WeightGradientSink, asked_for
@@ -31,9 +31,9 @@ def project(
     Raises NotImplementedError for what torch would transform or trace.
     """
     check_plain(operands)
-    if torch.is_grad_enabled() and modes.wants_gradient(*operands.all):
+    if torch.is_grad_enabled() and modes.wants_gradient(*all_of(operands)):
         fold.forget(operands.weights[0])  # an optimizer may step without telling torch
-        return Sharded.apply(products, sink, len(operands.weights), *operands.all)
+        return Sharded.apply(products, sink, len(operands.weights), *all_of(operands))
     with torch.no_grad(), outside_autocast(operands.input):
         products = _with_cached_fold(products, operands)
         return _MODES[products.sharding.mode].forward(products, operands)[:2]
@@ -53,7 +53,7 @@ def check_plain(operands: Operands) -> None:
             "torch.func or forward mode was asked to transform a layer with tp_size of 2 or more; "
             "expected it outside of them"
         )
-    if wrapped.is_any_dtensor(*operands.all):
+    if wrapped.is_any_dtensor(*all_of(operands)):
         raise NotImplementedError(
             "a DTensor was given to a layer with tp_size of 2 or more; expected plain tensors, "
             "to_local()"
@@ -61,7 +61,7 @@ def check_plain(operands: Operands) -> None:
 
 
 class Sharded(torch.autograd.Function):
-    """y, normalized (None unless requested). tensors: operands.all."""
+    """y, normalized (None unless requested). tensors: all_of(operands)."""
 
     @staticmethod
     def forward(ctx, products, sink, num_weights, *tensors):
