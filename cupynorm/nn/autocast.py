@@ -16,7 +16,7 @@ from ..gpu.arrays import type_in_words
 from . import amaxes
 from .amaxes import UsedScales
 from .modes import is_inside_backward, is_recomputed
-from .recipes import DelayedScaling, Recipe
+from .recipes import RECIPES, DelayedScaling, Recipe
 from .second_names import either
 
 
@@ -261,7 +261,7 @@ def _check(enabled: object, calibrating: object, recipe: object, group: object) 
         )
     if not isinstance(calibrating, bool):
         raise TypeError(f"calibrating is {calibrating!r}; expected True or False")
-    if recipe is not None and not isinstance(recipe, Recipe):
+    if recipe is not None and not isinstance(recipe, RECIPES):
         raise TypeError(
             f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling "
             "or BlockScaling"

@@ -201,4 +201,5 @@ class BlockScaling:
         _check_power_of_two(self)
 
 
+RECIPES = (DelayedScaling, CurrentScaling, BlockScaling)
 Recipe = DelayedScaling | CurrentScaling | BlockScaling

@@ -15,6 +15,7 @@ from ..linear.matrices import as_result, concatenate
 from ..linear.weight_gradients import WeightGradientSink, asked_for
 from ..nn import modes, wrapped
 from ..nn.dtypes import outside_autocast
+from ..norm.request import replaced
 from . import column, row
 from .products import FloatProducts, Products
 from .sharding import Sharding
@@ -121,7 +122,7 @@ def project_by_torch(call: LinearCall, sharding: Sharding) -> tuple[Tensor, Tens
             None if each is None else _Copied.apply(each, group.group_name)
             for each in (operands.norm_weight, operands.norm_bias)
         )
-        operands = operands._replace(norm_weight=norm_weight, norm_bias=norm_bias)
+        operands = replaced(operands, norm_weight=norm_weight, norm_bias=norm_bias)
     normalized, _ = normalize_and_add(LinearCall(operands, options))
     if gathers:
         rows = collectives.all_gather_tensor_autograd(normalized, 0, group)

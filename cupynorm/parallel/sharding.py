@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from .ranks import Pending, Ranks
 
 
-class Sharding(NamedTuple):
+@dataclass(frozen=True)
+class Sharding:
     """How the ranks share a layer.
 
     mode: "column" or "row". sequence_parallel: whether each rank has rows of its own of the input
