@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..gpu import arrays, nvrtc
+from .launch_choice import of_backward
 from .request import Array, BackwardOptions, ForwardRequest, is_plain, makes_sum
 from .results import FusedForward
 
@@ -60,8 +61,7 @@ class CheckedForward:
             dbias_dtype=dtype_or_none(operands.bias),
             dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
             dropout_p=options.dropout_p,
-            # A tile belongs to one kernel; a strategy is meant for both directions.
-            launch=options.launch._replace(tile=None),
+            launch=of_backward(options.launch),
         )
         self.backwards: dict[tuple, object] = {}
         # What autograd records.
