@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 from ..gpu import arrays
+from .launch_choice import of_backward
 from .request import Array, BackwardOptions, ForwardRequest, is_plain, makes_sum
 from .results import FusedForward
 
@@ -47,8 +48,7 @@ class CheckedForward:
             dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
             dropout_p=options.dropout_p,
             applies_load=bool(load) and not self.makes_sum,
-            # A tile belongs to one kernel; a strategy is meant for both directions.
-            launch=options.launch._replace(tile=None),
+            launch=of_backward(options.launch),
         )
         self.backwards: dict[tuple, object] = {}
         # What autograd records.

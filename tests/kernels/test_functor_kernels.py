@@ -14,7 +14,7 @@ from laid_out import as_numpy, lay_out
 from small_devices import NO_REGISTERS, SMALL
 
 import cupynorm
-from cupynorm import functors
+from cupynorm import Launch, functors
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.functors import FunctorProblem, judge_functor, run_with_functor
 from cupynorm.check.kernels import CpuMachine
@@ -31,7 +31,6 @@ from cupynorm.norm.request import (
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
-    Options,
 )
 from cupynorm.plan.devices import Device
 from cupynorm.plan.problem import Tile
@@ -230,9 +229,9 @@ def test_broadcast_arrays(shape, library):
 
 
 ONE_TILE = {  # of both calls, so that sums have one order
-    64: Options("warp", Tile(4, 16, 1, rows_per_block=4, exact=1)),
-    65: Options("block", Tile(1, 32, 3)),
-    66: Options("uncached", Tile(2, 512)),
+    64: Launch("warp", Tile(4, 16, 1, rows_per_block=4, exact=1)),
+    65: Launch("block", Tile(1, 32, 3)),
+    66: Launch("uncached", Tile(2, 512)),
 }
 
 

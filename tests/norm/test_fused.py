@@ -90,7 +90,7 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         bias = put(problem.bias, case.dtype("bias"))
     options = options_of(problem, put)
     forward = getattr(cupynorm, f"{case.norm}_forward")(
-        put(problem.x, case.x), weight, bias, 1e-5, **options
+        put(problem.x, case.x), case.num_cols, weight, bias=bias, eps=1e-5, **options
     )
     assert isinstance(forward, cupynorm.FusedForward)
     seed = getattr(forward, "dropout_seed", None)
@@ -98,6 +98,7 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     backward = getattr(cupynorm, f"{case.norm}_backward")(
         put(problem.dy, case.dtype("y")),
         forward.sum,
+        case.num_cols,
         *forward[1 + (case.norm == "rms_norm") : 3],
         weight,
         zero_centered_weight=case.zero_centered_weight,
@@ -144,6 +145,7 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
     options = options_of(problem, tensor)
     forward = cupynorm.layer_norm_forward(
         tensor(problem.x, case.x),
+        case.num_cols,
         tensor(problem.weight, case.dtype("weight")),
         tensor(problem.bias, case.dtype("bias")),
         **options,
@@ -153,6 +155,7 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
         return cupynorm.layer_norm_backward(
             tensor(problem.dy, case.dtype("y")),
             forward.sum,
+            case.num_cols,
             forward.mean,
             forward.rstd,
             tensor(problem.weight, case.dtype("weight")),
