@@ -76,7 +76,8 @@ class FunctorProblem:
         """F(values). others: arrays in the place of the problem's."""
         full = {name: np.broadcast_to(a, values.shape) for name, a in self.arrays.items()}
         with np.errstate(all="ignore"):
-            return self.functor.reference(values, **(full | others), **self.numbers, **self.seeds)
+            given = full | others | self.numbers | self.seeds
+            return self.functor.reference(values, **given)
 
     def slopes(self, values: np.ndarray, name: str | None = None) -> np.ndarray:
         """dF[row, col] / d argument[row, other], as [other, row, col]. name: an array, or None for
@@ -346,8 +347,8 @@ def random_functor_problem(bound: BoundFunctor, case: Case, seed: int) -> Functo
     }
     numbers = dict(zip(functor.numbers, bound.numbers))
     seeds = {
-        name: int(generator.integers(2**62)) if given is None else int(given)
-        for name, given in zip(functor.seeds, bound.seeds)
+        name: int(generator.integers(-(2**63), 2**63)) if value is None else int(value)
+        for name, value in zip(functor.seeds, bound.seeds)
     }
     return FunctorProblem(random_problem(case, seed), functor, arrays, numbers, seeds)
 
