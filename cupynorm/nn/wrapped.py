@@ -78,6 +78,12 @@ def normalize_nested(
     packed = {
         name: packing.values(tensor, name) for name, tensor in by_row.items() if tensor is not None
     }
+    functors = operands.functors
+    if functors is not None:
+        pairs = zip(functors.names(), functors.arrays())
+        packed["functors"] = functors.with_arrays(
+            [packing.values(each, name) if is_any_nested(each) else each for name, each in pairs]
+        )
     results = of_dense(ForwardRequest(replaced(operands, **packed), options))
     return packing.nested(results)
 
