@@ -22,8 +22,8 @@ class Case:
 
     x, y, weight, bias: dtypes; weight and bias None if absent, "same" for that of x.
     strategy, tile, statistics: None leaves the choice to dispatch.
-    residual: False, True for one in the dtype of the sum, or its dtype.
-    residual_dtype: of the sum, None for that of x. row_scale: its dtype, None if absent.
+    residual: False, True for one in x's dtype, or its dtype, which is the sum's.
+    row_scale: its dtype, None if absent.
     dy: its dtype, None for that of y. dsum: whether backward adds a gradient of the sum.
     recompute: whether backward writes y again.
     round_x_hat, dropout_p, zero_centered_weight, eps, sm_margin: as in layer_norm.
@@ -43,7 +43,6 @@ class Case:
     residual: bool | str = False
     eps: float = 1e-5
     sm_margin: int = 0
-    residual_dtype: str | None = None
     row_scale: str | None = None
     dropout_p: float = 0.0
     dsum: bool = False
@@ -61,19 +60,19 @@ class Case:
     @property
     def sum(self) -> str:
         """The dtype of the rows that are normalised."""
-        return self.residual_dtype or self.x
+        return self.added or self.x
 
     @property
     def added(self) -> str | None:
         """The dtype of the residual, None if there is none."""
         if isinstance(self.residual, str):
             return self.residual
-        return self.sum if self.residual else None
+        return self.x if self.residual else None
 
     @property
     def has_own_sum(self) -> bool:
         """Whether the normalised row is more than x, or x plus a residual of its dtype."""
-        return self.is_scaled or {self.sum, self.added or self.x} != {self.x}
+        return self.is_scaled or self.sum != self.x
 
     @property
     def is_scaled(self) -> bool:
@@ -85,7 +84,6 @@ class Case:
         extras = [y if y != self.x else "", self.strategy or "", self.statistics or ""]
         extras.append(f"residual {self.added}" if self.residual else "")
         extras.append("1 + weight" if self.zero_centered_weight else "")
-        extras.append(f"sum {self.sum}" if self.residual_dtype else "")
         extras.append("dsum" if self.dsum else "")
         extras.append(f"dy {self.dy}" if self.dy else "")
         extras.append(f"row_scale {self.row_scale}" if self.row_scale else "")

@@ -147,7 +147,7 @@ def _kind(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
     input, weight, bias, residual, out, row_scale, seed, scale, amax, own = operands
-    _, _, eps, _, _, _, dropout_p, _, quantization, *_ = options
+    _, _, eps, _, _, dropout_p, _, quantization, *_ = options
     has_no_more = out is row_scale is seed is scale is amax is own is None
     if not has_no_more or quantization is not None:
         return None

@@ -121,14 +121,13 @@ def normalized(
 def _sum(operands: ForwardOperands, options: ForwardOptions) -> Tensor:
     """dropout(input * row_scale) + residual, rounded once."""
     x, residual = operands.input, operands.residual
-    dtype = _dtype(options.residual_dtype, x.dtype)
     scaled = scale_rows(x, operands, options)
     if residual is None:
-        return scaled.to(dtype)
-    if scaled is x and x.dtype == residual.dtype == dtype:
+        return scaled.to(x.dtype)
+    if scaled is x and x.dtype == residual.dtype:
         return x + residual
-    wide = torch.promote_types(dtype, torch.float32)
-    return (scaled.to(wide) + residual.to(wide)).to(dtype)
+    wide = torch.promote_types(arithmetic(residual), x.dtype)
+    return (scaled.to(wide) + residual.to(wide)).to(residual.dtype)
 
 
 def _dtype(given: Any, default: torch.dtype) -> torch.dtype:

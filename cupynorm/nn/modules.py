@@ -91,7 +91,6 @@ class Norm(Fp8Norm):
         residual: torch.Tensor | None = None,
         *,
         return_residual: bool = False,
-        residual_dtype: torch.dtype | None = None,
         row_scale: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | torch.Tensor | None = None,
@@ -109,7 +108,7 @@ class Norm(Fp8Norm):
                 "dropout_seed": dropout_seed,
                 "functors": None if load is None and store is None else bind_functors(load, store),
             }
-            options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
+            options = {"dropout_p": dropout_p}
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, operands, options)
         if self.memory_efficient:
@@ -125,7 +124,6 @@ class Norm(Fp8Norm):
                 "extents": self.normalized_shape,
                 "eps": self.eps,
                 "zero_centered_weight": self.zero_centered_gamma,
-                "residual_dtype": residual_dtype,
                 "dropout_p": dropout_p,
                 "round_x_hat": self.round_x_hat,
             }
@@ -143,7 +141,6 @@ class Norm(Fp8Norm):
             return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma,
             sm_margin=self.sm_margin,
-            residual_dtype=residual_dtype,
             row_scale=row_scale,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
@@ -196,10 +193,10 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
-    Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
-    returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
-    CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed,
-    load and store are as for cupynorm.layer_norm; elements are dropped only in training mode.
+    Called with input (..., *normalized_shape), and optionally a residual of its shape, it returns y
+    of input's shape and dtype, or (y, input + residual) with return_residual=True. Under CUDA's
+    autocast y is float32, as torch's is. row_scale, dropout_p, dropout_seed, load and store are as
+    for cupynorm.layer_norm; elements are dropped only in training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit

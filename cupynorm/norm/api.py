@@ -38,7 +38,6 @@ def layer_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    residual_dtype: Any = None,
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
@@ -75,12 +74,10 @@ def layer_norm(
 
     Residual:
 
-    residual: of the input's shape. input + residual is normalised, rounded once to the input's
-        dtype (or residual_dtype).
+    residual: of the input's shape, of any of the four dtypes: a residual stream can stay in float32
+        beside 16-bit inputs. input + residual is normalised, rounded once to the residual's dtype.
+        Each gradient has its tensor's dtype.
     return_residual: also return that sum, for pre-norm blocks.
-    residual_dtype: the dtype of the sum, by default the input's: a residual stream can stay in
-        float32 beside 16-bit inputs. The residual has this dtype or the input's. Without a residual
-        the sum is the input in this dtype. Each gradient has its tensor's dtype.
     row_scale: of the leading shape, any of the four dtypes. Each row of the input is multiplied by
         its element before the residual is added. It is a constant: it has no gradient.
     dropout_p, dropout_seed: after row_scale and before the residual is added, elements of the input
@@ -127,9 +124,8 @@ def layer_norm(
 
     store: applied to y, after weight and bias, before y is rounded.
     load: applied to the input before anything else. Its result is normalised as it is, in the
-        compute type, unless a residual, row_scale, dropout_p or another residual_dtype makes a sum,
-        which is rounded. return_residual needs a residual. Neither goes with an 8-bit y or
-        round_x_hat.
+        compute type, unless a residual, row_scale or dropout_p makes a sum, which is rounded.
+        return_residual needs a residual. Neither goes with an 8-bit y or round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
@@ -146,8 +142,8 @@ def layer_norm(
     or differentiates twice is computed by its own operations, without out, load and store. Under
     CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
-    Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
-    another) with one rounding at the end.
+    Arithmetic is in float32 (float64 for a float64 sum, which is the input without a residual) with
+    one rounding at the end.
     Other operands are converted to that when they are read, also a float64 weight beside a 16-bit
     input. float32 values below 2^-126 may count as 0. A row's result does not depend on other rows
     and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. If the squared
@@ -186,7 +182,6 @@ def layer_norm(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
         dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
@@ -209,7 +204,6 @@ def rms_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    residual_dtype: Any = None,
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
@@ -264,7 +258,6 @@ def rms_norm(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
         dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
@@ -286,7 +279,6 @@ def layer_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    residual_dtype: Any = None,
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
@@ -311,8 +303,8 @@ def layer_norm_forward(
 
     x: the input, of any number of dimensions; all other arguments as for layer_norm.
 
-    Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
-    dropout_p, round_x_hat or an 8-bit out_dtype; the two say shapes and dtypes.
+    Returns Forward(y, mean, rstd, sum), or a FusedForward with any of row_scale, dropout_p,
+    round_x_hat or an 8-bit out_dtype; the two say shapes and dtypes.
     Raises as layer_norm.
     """
     operands = ForwardOperands(x, weight, bias, residual, out, row_scale, dropout_seed, scale, amax)
@@ -322,7 +314,6 @@ def layer_norm_forward(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
         dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
@@ -343,7 +334,6 @@ def rms_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    residual_dtype: Any = None,
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
@@ -374,7 +364,6 @@ def rms_norm_forward(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
         dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),

@@ -39,19 +39,16 @@ class CheckedForward:
     """A forward that is checked, and what its gradients depend on besides arrays.
 
     backward: the options of its backward, which selects its own gradients. backwards: backwards
-    that autograd prepared.
+    that autograd prepared. sum_dtype: of what is normalised.
     """
 
     def __init__(self, request: ForwardRequest) -> None:
         operands, options = request
         self.options = options
         self.dtype = arrays.dtype_name(operands.input)
-        self.makes_sum = makes_sum(request, self.dtype)
-        # After the checks residual_dtype always has a value.
-        as_input = options._replace(residual_dtype=None)
-        self.is_plain = options.residual_dtype == self.dtype and is_plain(
-            ForwardRequest(operands, as_input)
-        )
+        self.makes_sum = makes_sum(request)
+        self.sum_dtype = dtype_or_none(operands.residual) or self.dtype
+        self.is_plain = self.sum_dtype == self.dtype and is_plain(request)
         self.backward = BackwardOptions(
             options.centered,
             options.extents,

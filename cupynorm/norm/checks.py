@@ -201,8 +201,10 @@ def _check_seed(seed: object, x: Array) -> object:
 
 
 def check_forward(request: ForwardRequest) -> ForwardRequest:
-    """The request with its arrays converted, eps a float, and the dtypes of y and of the sum by
-    name. Reads no address: a tensor may have no memory."""
+    """The request with its arrays converted, eps a float, and the dtype of y by name.
+
+    Reads no address: a tensor may have no memory.
+    """
     given, options = request
     x = arrays.take(given.input, "input")
     dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
@@ -212,19 +214,14 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         name: take_like(getattr(given, name), x, extents, name, "input")
         for name in ("weight", "bias")
     }
-    sum_dtype = options.residual_dtype or dtype
+    residual = take_like(given.residual, x, shape, "residual", "input")
+    sum_dtype = dtype if residual is None else arrays.dtype_name(residual)
     eps = check_eps(options.eps, sum_dtype, has_default=not options.centered)
     y_dtype = dtype
     if options.quantization is not None:
         y_dtype = options.quantization.dtype
     elif options.out_dtype is not None:
         y_dtype = dtype_name(options.out_dtype, "out_dtype", also=FLOAT8S)
-    residual = take_like(given.residual, x, shape, "residual", "input")
-    if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
-        expected = f"the input's, {dtype}"
-        if options.residual_dtype is not None:
-            expected = f"the input's or residual_dtype, {dtype} or {sum_dtype}"
-        raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
     row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
     _check_constant(row_scale, "row_scale")
     operands = given._replace(
@@ -241,7 +238,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         raise ValueError(
             "amax is scale's own memory, which the kernel reads; expected an array of its own"
         )
-    options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
+    options = options._replace(eps=eps, out_dtype=y_dtype)
     _check_combinations(operands, options)
     return ForwardRequest(operands, options)
 

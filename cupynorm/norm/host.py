@@ -57,7 +57,7 @@ class HostForward(CheckedForward):
             if operands.out is not None:
                 operands.out[...] = y
                 y = operands.out
-        compute = compute_dtype(options.residual_dtype).name
+        compute = compute_dtype(self.sum_dtype).name
         mean, rstd = (
             None if each is None else arrays.from_float64(each, compute, operands.input)
             for each in (mean, rstd)
@@ -74,7 +74,7 @@ class HostForward(CheckedForward):
         values = values.reshape(self.shape)
         if operands.residual is not None:
             values = values + arrays.to_float64(operands.residual)
-        return arrays.from_float64(values, self.options.residual_dtype, operands.input)
+        return arrays.from_float64(values, self.sum_dtype, operands.input)
 
     def _norm(
         self, x: np.ndarray, weight: Array | None, bias: Array | None

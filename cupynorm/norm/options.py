@@ -34,6 +34,7 @@ REMOVED_KEYWORDS = {
     "bias1": "a second call with that bias",
     "dy1": "a second call with that dy, whose dx is the dsum of the first",
     "dbias1_dtype": "a second call with that dbias_dtype",
+    "residual_dtype": "a residual of that dtype, which is the sum's",
     "memory_efficient": "the module LayerNorm or RMSNorm with memory_efficient=True",
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -149,21 +150,12 @@ def with_checked_options(request: ForwardRequest) -> ForwardRequest:
         type(options.dropout_p) is float
         and options.dropout_p == 0.0
         and operands.dropout_seed is None
-        and options.residual_dtype is None
         and options.round_x_hat is False
         and options.quantization is None
     ):
         return request
     dropout_p = check_dropout_p(options.dropout_p)
-    residual_dtype = options.residual_dtype
-    if residual_dtype is not None:
-        residual_dtype = dtype_name(residual_dtype, "residual_dtype")
-    options = replaced(
-        options,
-        dropout_p=dropout_p,
-        residual_dtype=residual_dtype,
-        round_x_hat=bool(options.round_x_hat),
-    )
+    options = replaced(options, dropout_p=dropout_p, round_x_hat=bool(options.round_x_hat))
     seed = dropout_seed_of(operands.dropout_seed, dropout_p)
     operands = replaced(operands, dropout_seed=seed)
     if isinstance(operands.scale, str):

@@ -126,13 +126,13 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
     if options.launch.strategy is None or arrays.on_host(x):
         return
     num_cols = arrays.product(options.extents)
-
-    y_dtype = options.residual_dtype if options.quantization else options.out_dtype
+    sum_dtype = dtype_or_none(operands.residual) or dtype_or_none(x)
+    y_dtype = sum_dtype if options.quantization else options.out_dtype
     problem = Problem(
         "backward",
         options.centered,
         num_cols,
-        options.residual_dtype,
+        sum_dtype,
         dy=y_dtype,
         dx=dtype_or_none(x),
         weight=dtype_or_none(operands.weight),
@@ -162,7 +162,7 @@ class PreparedForward(CheckedForward, OnGpu):
         read, tensors, functors = self._place_inputs(operands)
         written = {
             "y": options.out_dtype,
-            "sum": options.residual_dtype if self.makes_sum else None,
+            "sum": self.sum_dtype if self.makes_sum else None,
         }
         shape, num_dims = tuple(operands.input.shape), len(options.extents)
         for name, dtype in written.items():
@@ -218,7 +218,7 @@ class PreparedForward(CheckedForward, OnGpu):
     ) -> dict[str, Callable[[], Array]]:
         """Of the tensors that a run makes. dtypes: of those of the input's shape."""
         options, library = self.options, self.library
-        compute = compute_dtype(options.residual_dtype).name
+        compute = compute_dtype(self.sum_dtype).name
         leading = shape[: len(shape) - len(options.extents)]
         makers = {name: allocator(library, shape, dtype) for name, dtype in dtypes.items() if dtype}
         if wants_statistics:

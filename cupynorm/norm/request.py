@@ -87,7 +87,6 @@ class ForwardOptions(NamedTuple):
     eps: float | None
     zero_centered_weight: bool = False
     out_dtype: Any = None
-    residual_dtype: str | None = None
     dropout_p: float = 0.0
     round_x_hat: bool = False
     quantization: Quantization | None = None
@@ -158,15 +157,10 @@ class BackwardRequest(NamedTuple):
     options: BackwardOptions
 
 
-def makes_sum(request: ForwardRequest, dtype: str) -> bool:
-    """Whether the normalised row is not the input itself. dtype: the input's, by name."""
+def makes_sum(request: ForwardRequest) -> bool:
+    """Whether the normalised row is not the input itself."""
     operands, options = request
-    return (
-        operands.residual is not None
-        or operands.row_scale is not None
-        or options.dropout_p > 0
-        or options.residual_dtype not in (None, dtype)
-    )
+    return operands.residual is not None or operands.row_scale is not None or options.dropout_p > 0
 
 
 def is_plain(request: ForwardRequest) -> bool:
@@ -174,7 +168,6 @@ def is_plain(request: ForwardRequest) -> bool:
     operands, options = request
     return (
         operands.row_scale is None
-        and options.residual_dtype is None
         and options.dropout_p == 0
         and not options.round_x_hat
         and not options.memory_efficient

@@ -17,9 +17,9 @@ class Forward(NamedTuple):
         (array([[2., 6.]]), array([4.]))
 
     y: of the input's shape and dtype, or of out_dtype.
-    mean, rstd: of the leading shape (the input's without normalized_shape), float32, float64 for
-        float64 input. mean is None for rms_norm.
-    sum: input + residual in the input's dtype, or the input itself where there is no residual.
+    mean, rstd: of the leading shape (the input's without normalized_shape), float32, float64 for a
+        float64 sum. mean is None for rms_norm.
+    sum: input + residual in the residual's dtype, or the input itself where there is no residual.
     """
 
     y: Array
@@ -38,8 +38,8 @@ class FusedForward(NamedTuple):
         (array([[2., 2., 0., 0.]]), 7)
 
     y: as in Forward; a QuantizedTensor for an out_dtype of 8 bits.
-    sum: what was normalised, in residual_dtype or else the input's dtype.
-    mean, rstd: as in Forward, but float64 only if sum is float64.
+    sum: what was normalised, in the residual's dtype or else the input's.
+    mean, rstd: as in Forward.
     dropout_seed: the seed as given or drawn, None without dropout.
     """
 

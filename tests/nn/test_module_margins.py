@@ -71,7 +71,7 @@ def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
 
     def forward(sm_margin, wants_statistics):
         options = launch_options(None, None, None, sm_margin)
-        asked = ForwardOptions(False, (1024,), 1e-5, False, "float32", "float32", launch=options)
+        asked = ForwardOptions(False, (1024,), 1e-5, False, "float32", launch=options)
         purpose = FOR_STATISTICS if wants_statistics else FOR_Y
         prepared = PreparedForward(ForwardRequest(ForwardOperands(x), asked), purpose)
         return prepared, prepared.steps[0][0].grid_size

@@ -80,7 +80,7 @@ def test_wrong_arguments_of_backward_are_refused(what):
                 cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("options", [{}, {"round_x_hat": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
 def test_a_sparse_gradient_is_refused(name, options):
     torch = loaded_torch()

@@ -10,7 +10,7 @@ import pytest
 import cupynorm
 from cupynorm import reference
 from cupynorm.check.cases import random_problem
-from cupynorm.dtypes import compute_dtype
+from cupynorm.dtypes import DTYPES, compute_dtype
 from cupynorm.gpu import arrays
 
 torch = pytest.importorskip("torch")
@@ -92,7 +92,6 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     forward = getattr(cupynorm, f"{case.norm}_forward")(
         put(problem.x, case.x), weight, bias, 1e-5, **options
     )
-    assert isinstance(forward, cupynorm.FusedForward)
     seed = getattr(forward, "dropout_seed", None)
     assert seed == (problem.dropout_seed if case.dropout_p else None)
     backward = getattr(cupynorm, f"{case.norm}_backward")(
@@ -163,7 +162,7 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
             dresidual_dtype=case.added,
             row_scale=options["row_scale"],
             dropout_p=case.dropout_p,
-            dropout_seed=forward.dropout_seed,
+            dropout_seed=problem.dropout_seed if case.dropout_p else None,
         )
 
     names = [name for name, is_wanted in zip(cupynorm.FusedBackward._fields, wanted) if is_wanted]
@@ -182,14 +181,34 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
         )
 
 
+@pytest.mark.parametrize("residual_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_has_the_dtype_of_the_residual(dtype, residual_dtype, device):
+    dtype, residual_dtype = getattr(torch, dtype), getattr(torch, residual_dtype)
+    x = random(5, 40, dtype=dtype).to(device).requires_grad_()
+    residual = random(5, 40, dtype=residual_dtype, seed=1).to(device).requires_grad_()
+    y, added = cupynorm.layer_norm(x, 40, residual=residual, return_residual=True)
+    assert (y.dtype, added.dtype) == (dtype, residual_dtype)
+    exact = (x.double() + residual.double()).to(residual_dtype)
+    assert torch.equal(added, exact)
+    forward = cupynorm.layer_norm_forward(x.detach(), residual=residual.detach())
+    assert torch.equal(forward.y, y) and torch.equal(forward.sum, added)
+    wide = torch.promote_types(residual_dtype, torch.float32)
+    assert forward.mean.dtype == forward.rstd.dtype == wide
+    (y.sum().double() + added.sum().double()).backward()
+    assert (x.grad.dtype, residual.grad.dtype) == (dtype, residual_dtype)
+    torch.compiler.reset()
+    compiled = torch.compile(cupynorm.layer_norm, backend="eager", fullgraph=True)
+    others = compiled(x, 40, residual=residual, return_residual=True)
+    assert others[0].dtype == dtype and torch.equal(others[1], exact)
+
+
 def test_both_gradients_come_from_one_kernel(kernels):
     x, residual = (
         random(300, 64, dtype=torch.bfloat16).requires_grad_(),
         random(300, 64, dtype=torch.float32).requires_grad_(),
     )
-    y, added = cupynorm.layer_norm(
-        x, 64, residual=residual, residual_dtype=torch.float32, return_residual=True
-    )
+    y, added = cupynorm.layer_norm(x, 64, residual=residual, return_residual=True)
     assert [each.kernel.source for each in kernels] == ["forward_warp.cu"]
     (y.sum() + added.sum()).backward()
     assert [each.kernel.source for each in kernels[1:]] == ["backward_warp.cu"]
@@ -243,7 +262,7 @@ def test_strided_operands_give_the_results_of_contiguous_ones(kernels):
 def test_empty_inputs_give_empty_results(shape, device):
     x = torch.zeros(shape, dtype=torch.float16, device=device, requires_grad=True)
     y, added = cupynorm.layer_norm(
-        x, shape[1], residual_dtype=torch.float32, dropout_p=0.5, return_residual=True
+        x, shape[1], residual=x.detach().float(), dropout_p=0.5, return_residual=True
     )
     assert y.shape == added.shape == shape and added.dtype == torch.float32
     y.sum().backward()

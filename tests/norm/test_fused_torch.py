@@ -140,12 +140,7 @@ def test_a_module_drops_only_in_training(device):
             torch.ones(4, 40, dtype=torch.bfloat16, device=device),
             torch.zeros(4, 40, device=device),
         )
-        options = {
-            "return_residual": True,
-            "residual_dtype": torch.float32,
-            "dropout_p": 0.5,
-            "dropout_seed": 3,
-        }
+        options = {"return_residual": True, "dropout_p": 0.5, "dropout_seed": 3}
         _, added = module(x, residual, **options, row_scale=torch.full((4,), 0.5, device=device))
         kept = torch.from_numpy(reference.dropout_mask(4, 40, 0.5, 3)).to(device)
         assert added.dtype == torch.float32 and torch.equal(added, kept.float())
@@ -240,7 +235,6 @@ def compiled_call(x, residual, weight, row_scale, seed):
         weight,
         residual=residual,
         return_residual=True,
-        residual_dtype=torch.float32,
         row_scale=row_scale,
         dropout_p=0.5,
         dropout_seed=seed,
@@ -288,9 +282,7 @@ def test_a_compiled_call_draws_its_seed(compile_anew):
     (dx,) = torch.autograd.grad(first.sum(), x)
     assert torch.equal(dx, first)
     # Without a residual, the sum is the input.
-    same = compile_anew(
-        lambda x: cupynorm.layer_norm(x, 40, residual_dtype=torch.float32, return_residual=True)
-    )(x)
+    same = compile_anew(lambda x: cupynorm.layer_norm(x, 40, return_residual=True))(x)
     assert torch.equal(same[1], x)
     torch.testing.assert_close(same[0], cupynorm.layer_norm(x, 40))
 

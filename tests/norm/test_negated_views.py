@@ -16,7 +16,6 @@ FORWARDS = {
     "plain": {},
     "residual": {"residual": (ROWS, COLS)},
     "row_scale": {"row_scale": (ROWS,), "residual": (ROWS, COLS)},
-    "wide sum": {"residual": (ROWS, COLS), "residual_dtype": torch.float64},
 }
 
 

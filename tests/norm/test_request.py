@@ -163,17 +163,10 @@ def test_checking_returns_a_plain_request_itself():
 
 
 def test_checking_brings_options_to_their_types():
-    given = PLAIN._replace(dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1)
+    given = PLAIN._replace(dropout_p=np.float32(0.5), round_x_hat=1)
     _, options = with_checked_options(forward_request(options=given))
     assert options.dropout_p == 0.5 and type(options.dropout_p) is float
-    assert options.residual_dtype == "float32"
     assert options.round_x_hat is True
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_checking_makes_a_name_of_residual_dtype(dtype):
-    request = with_checked_options(forward_request(options=PLAIN._replace(residual_dtype=dtype)))
-    assert request.options.residual_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -212,9 +205,7 @@ PRESENT = object()
         ({}, {}, False),
         ({"weight": PRESENT, "bias": PRESENT}, {}, False),
         ({}, {"memory_efficient": True}, False),
-        ({}, {"residual_dtype": "float16"}, False),
         ({}, {"out_dtype": "float32"}, False),
-        ({}, {"residual_dtype": "float32"}, True),
         ({"residual": PRESENT}, {}, True),
         ({"row_scale": PRESENT}, {}, True),
         ({}, {"dropout_p": 0.25}, True),
@@ -222,7 +213,7 @@ PRESENT = object()
 )
 def test_makes_sum_is_true_where_the_normalised_row_is_not_the_input(operands, options, expected):
     request = forward_request(PRESENT, options=PLAIN._replace(**options), **operands)
-    assert makes_sum(request, "float16") is expected
+    assert makes_sum(request) is expected
 
 
 @pytest.mark.parametrize(
@@ -232,7 +223,6 @@ def test_makes_sum_is_true_where_the_normalised_row_is_not_the_input(operands, o
         ({}, {"zero_centered_weight": True, "out_dtype": "float32"}, True),
         ({}, {"launch": Options("warp", sm_margin=3)}, True),
         ({"row_scale": PRESENT}, {}, False),
-        ({}, {"residual_dtype": "float16"}, False),
         ({}, {"dropout_p": 0.25}, False),
         ({}, {"round_x_hat": True}, False),
         ({}, {"memory_efficient": True}, False),
@@ -276,7 +266,6 @@ def test_equal_requests_share_a_prepared_call(kernels):
         {"eps": 1e-6},
         {"zero_centered_weight": True},
         {"out_dtype": "float16"},
-        {"residual_dtype": "float16"},
         {"dropout_p": 0.5},
         {"round_x_hat": True},
         {"quantization": Quantization("float8_e4m3fn")},

@@ -171,7 +171,6 @@ class _PublicCall:
             "residual": operands["residual"],
             "zero_centered_weight": case.zero_centered_weight,
             "out_dtype": case.y,
-            "residual_dtype": case.residual_dtype,
             "row_scale": operands["row_scale"],
             "dropout_p": case.dropout_p,
             "dropout_seed": self.problem.dropout_seed if case.dropout_p else None,

@@ -218,12 +218,11 @@ def _case(generator: random.Random, least_cols: int, most_cols: int) -> Case:
 
 
 def _fused(generator: random.Random, case: Case) -> Case:
-    """Adds a sum of another dtype, dropout, and a scale of each row."""
+    """Adds a residual of another dtype, dropout, and a scale of each row."""
     dtypes = list(DTYPES)
     return replace(
         case,
-        residual=generator.choice([False, True, case.x]),
-        residual_dtype=generator.choice([None, "float32", *dtypes]),
+        residual=generator.choice([False, True, "float32", *dtypes]),
         row_scale=generator.choice([None, None, *dtypes]),
         dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
         round_x_hat=generator.random() < 0.3,
