@@ -37,5 +37,6 @@ __device__ __forceinline__ Random4 philox(unsigned long long key, unsigned long 
 
 // Four columns share one counter, and the compiler computes it once for those of a pack.
 __device__ __forceinline__ unsigned random_word(long long seed, long long row, long long col) {
-  return philox(seed, static_cast<unsigned long long>(col) / 4, row).pick(static_cast<int>(col) & 3);
+  return philox(seed, static_cast<unsigned long long>(col) / 4, row)
+      .pick(static_cast<int>(col) & 3);
 }
