@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from .. import reference
 from ..dtypes import DTYPES, decode, encode
 from ..gpu import arrays
 from ..plan.problem import DIRECTIONS as DIRECTIONS
@@ -23,10 +21,9 @@ class Case:
     x, y, weight, bias: dtypes; weight and bias None if absent, "same" for that of x.
     strategy, tile, statistics: None leaves the choice to dispatch.
     residual: False, True for one in x's dtype, or its dtype, which is the sum's.
-    row_scale: its dtype, None if absent.
     dy: its dtype, None for that of y. dsum: whether backward adds a gradient of the sum.
     recompute: whether backward writes y again.
-    round_x_hat, dropout_p, zero_centered_weight, eps, sm_margin: as in layer_norm.
+    round_x_hat, zero_centered_weight, eps, sm_margin: as in layer_norm.
     """
 
     norm: str
@@ -43,8 +40,6 @@ class Case:
     residual: bool | str = False
     eps: float = 1e-5
     sm_margin: int = 0
-    row_scale: str | None = None
-    dropout_p: float = 0.0
     dsum: bool = False
     round_x_hat: bool = False
     recompute: bool = False
@@ -72,12 +67,7 @@ class Case:
     @property
     def has_own_sum(self) -> bool:
         """Whether the normalised row is more than x, or x plus a residual of its dtype."""
-        return self.is_scaled or self.sum != self.x
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether x is multiplied by a row scale or a dropout mask."""
-        return self.row_scale is not None or self.dropout_p > 0
+        return self.sum != self.x
 
     def __str__(self) -> str:
         y = self.dtype("y")
@@ -86,8 +76,6 @@ class Case:
         extras.append("1 + weight" if self.zero_centered_weight else "")
         extras.append("dsum" if self.dsum else "")
         extras.append(f"dy {self.dy}" if self.dy else "")
-        extras.append(f"row_scale {self.row_scale}" if self.row_scale else "")
-        extras.append(f"dropout {self.dropout_p}" if self.dropout_p else "")
         extras.append("recomputed" if self.recompute else "")
         named = [self.norm, f"{self.num_rows} x {self.num_cols}", self.x, *extras]
         return " ".join(filter(None, named))
@@ -97,8 +85,8 @@ class Case:
 class Problem:
     """A case and its float64 values, each exactly representable in its dtype.
 
-    x, residual, dy, dsum: [num_rows, num_cols]; weight, bias: [num_cols]; row_scale: [num_rows].
-    None for what the case does not have.
+    x, residual, dy, dsum: [num_rows, num_cols]; weight, bias: [num_cols]. None for what the case
+    does not have.
     """
 
     case: Case
@@ -107,22 +95,7 @@ class Problem:
     weight: np.ndarray | None
     bias: np.ndarray | None
     residual: np.ndarray | None = None
-    row_scale: np.ndarray | None = None
     dsum: np.ndarray | None = None
-    dropout_seed: int = -0x123456789ABCDEF
-
-    def scaled(self, values: np.ndarray) -> np.ndarray:
-        """Rows times the row scale and the dropout mask: x on its way to the sum, dsum to dx."""
-        p, kept = self.case.dropout_p, None
-        if p:
-            kept = _kept(*values.shape, p, self.dropout_seed)
-        return reference.scaled(values, self.row_scale, p, kept=kept)
-
-
-@lru_cache(maxsize=1)
-def _kept(num_rows: int, num_cols: int, dropout_p: float, dropout_seed: int) -> np.ndarray:
-    """A problem has one mask, which is applied to x and to gradients."""
-    return reference.dropout_mask(num_rows, num_cols, dropout_p, dropout_seed)
 
 
 def random_problem(case: Case, seed: int = 0, *, generator: Any = None) -> Problem:
@@ -150,7 +123,6 @@ def random_problem(case: Case, seed: int = 0, *, generator: Any = None) -> Probl
     bias = draw(shape[1:], case.dtype("bias"))
     problem = Problem(case, x, dy, weight, bias)
     problem.residual = draw(shape, case.added)
-    problem.row_scale = draw(shape[:1], case.row_scale, 1.0)
     problem.dsum = draw(shape, case.sum if case.dsum else None)
     return problem
 

@@ -11,6 +11,7 @@ from ..gpu import arrays
 from ..norm.options import launch_options, with_checked_options
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
+from ..plan.functors import Functors
 from . import amaxes, autocast, fp8, wrapped
 from .dtypes import name_of
 from .modes import is_recorded, is_transformed, learns_shapes
@@ -106,10 +107,9 @@ class Fp8Norm(torch.nn.Module):
         input: torch.Tensor,
         residual: torch.Tensor | None,
         return_residual: bool,
-        operands: dict[str, Any],
-        options: dict[str, Any],
+        functors: Functors | None,
     ) -> Any:
-        """The call with fp8_output. operands, options: those that forward was given besides."""
+        """The call with fp8_output."""
         region = autocast.kept(autocast.active)
         if region is None:
             raise ValueError(
@@ -139,7 +139,7 @@ class Fp8Norm(torch.nn.Module):
             residual,
             scale=step.scale,
             amax=step.amax,
-            **operands,
+            functors=functors,
         )
         norm_options = ForwardOptions(
             self._centered,
@@ -151,7 +151,6 @@ class Fp8Norm(torch.nn.Module):
             memory_efficient=self.memory_efficient,
             quantization=quantization,
             launch=launch_options(None, None, None, self.sm_margin),
-            **options,
         )
         request = with_checked_options(ForwardRequest(norm_operands, norm_options))
         results = normalize(request, return_residual)

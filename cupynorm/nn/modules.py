@@ -15,10 +15,10 @@ from torch.fx import Proxy
 from ..norm import route
 from ..norm.api import layer_norm, rms_norm
 from ..norm.functors import bind_functors
-from ..norm.options import check_dropout_p, check_sm_margin, extents_of, launch_options
+from ..norm.options import check_sm_margin, extents_of, launch_options
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions
-from ..plan.functors import BoundFunctor, Functor
+from ..plan.functors import BoundFunctor, Fuse
 from .fp8_norm import Fp8Norm
 from .modes import run_untraced
 from .second_names import either
@@ -91,44 +91,30 @@ class Norm(Fp8Norm):
         residual: torch.Tensor | None = None,
         *,
         return_residual: bool = False,
-        row_scale: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | torch.Tensor | None = None,
         fp8_output: bool = False,
-        load: Functor | BoundFunctor | None = None,
-        store: Functor | BoundFunctor | None = None,
+        fuse: Fuse = (),
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
         if not self.training:
-            dropout_p = _without_dropout(dropout_p)
+            fuse = _without_dropout(fuse)
         if fp8_output.__class__ is Proxy:
-            dropout_p = _without_fp8(dropout_p, fp8_output)
+            fuse = _without_fp8(fuse, fp8_output)
         elif fp8_output:
-            operands = {
-                "row_scale": row_scale,
-                "dropout_seed": dropout_seed,
-                "functors": None if load is None and store is None else bind_functors(load, store),
-            }
-            options = {"dropout_p": dropout_p}
             call = run_untraced(self._forward_in_fp8)
-            return call(input, residual, return_residual, operands, options)
+            return call(input, residual, return_residual, bind_functors(fuse))
         if self.memory_efficient:
             operands = {
                 "weight": self._parameter("weight"),
                 "bias": self._parameter("bias") if self._centered else None,
                 "residual": residual,
-                "row_scale": row_scale,
-                "dropout_seed": dropout_seed,
             }
             options = {
                 "centered": self._centered,
                 "extents": self.normalized_shape,
                 "eps": self.eps,
                 "zero_centered_weight": self.zero_centered_gamma,
-                "dropout_p": dropout_p,
                 "round_x_hat": self.round_x_hat,
             }
-            functors = load, store
-            return _keeping_y(input, operands, options, self.sm_margin, functors, return_residual)
+            return _keeping_y(input, operands, options, self.sm_margin, fuse, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -141,12 +127,8 @@ class Norm(Fp8Norm):
             return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma,
             sm_margin=self.sm_margin,
-            row_scale=row_scale,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
             round_x_hat=self.round_x_hat,
-            load=load,
-            store=store,
+            fuse=fuse,
         )
 
     def __setstate__(self, state: dict) -> None:
@@ -189,14 +171,14 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         smaller than t counts as t with its sign; t is half a unit in the last place of 1 in y's
         dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Besides float
         arithmetic, x_hat is then off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1
-        - |weight| / t). It goes with neither fp8_output nor load nor store.
+        - |weight| / t). It goes with neither fp8_output nor fuse.
     fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape, it returns y
     of input's shape and dtype, or (y, input + residual) with return_residual=True. Under CUDA's
-    autocast y is float32, as torch's is. row_scale, dropout_p, dropout_seed, load and store are as
-    for cupynorm.layer_norm; elements are dropped only in training mode.
+    autocast y is float32, as torch's is. fuse is as for cupynorm.layer_norm; functors named dropout
+    apply only in training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
@@ -292,20 +274,26 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 
 
-def _without_dropout(dropout_p: object) -> float:
-    """0, for a module that does not train; raises as if it trained."""
-    if type(dropout_p) is not float or dropout_p != 0.0:
-        check_dropout_p(dropout_p)
-    return 0.0
+def _without_dropout(fuse: Fuse) -> Fuse:
+    """fuse, for a module that does not train."""
+    if fuse.__class__ is tuple and not fuse:
+        return fuse
+    is_one = isinstance(fuse, BoundFunctor) or not isinstance(fuse, (tuple, list))
+    given = (fuse,) if is_one else fuse
+    return tuple(
+        each
+        for each in given
+        if not (isinstance(each, BoundFunctor) and each.functor.name == "dropout")
+    )
 
 
-def _without_fp8(dropout_p: float, fp8_output: bool) -> float:
-    """dropout_p, in what torch.fx.symbolic_trace records of a norm that is the root."""
+def _without_fp8(fuse: Fuse, fp8_output: bool) -> Fuse:
+    """fuse, in what torch.fx.symbolic_trace records of a norm that is the root."""
     if fp8_output:
         raise NotImplementedError(
             "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
         )
-    return dropout_p
+    return fuse
 
 
 def _keeping_y(
@@ -313,13 +301,12 @@ def _keeping_y(
     operands: dict[str, Any],
     options: dict[str, Any],
     sm_margin: int | Mapping[str, int],
-    functors: tuple,
+    fuse: Fuse,
     return_residual: bool,
 ) -> Any:
     """The norm, of which autograd keeps y and not the normalised row."""
-    bound = None if functors == (None, None) else bind_functors(*functors)
     return route.call(
-        ForwardOperands(input, functors=bound, **operands),
+        ForwardOperands(input, functors=bind_functors(fuse), **operands),
         ForwardOptions(
             launch=launch_options(None, None, None, sm_margin), memory_efficient=True, **options
         ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..plan.functors import BoundFunctor, Functor
+from ..plan.functors import Fuse
 from ..plan.problem import Tile
 from .functors import bind_functors
 from .options import (
@@ -21,7 +21,7 @@ from .options import (
     with_checked_options,
 )
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
-from .results import Forward, FusedForward
+from .results import Forward
 from .route import call, explicit_forward
 
 
@@ -38,9 +38,6 @@ def layer_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -50,8 +47,7 @@ def layer_norm(
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-    load: Functor | BoundFunctor | None = None,
-    store: Functor | BoundFunctor | None = None,
+    fuse: Fuse = (),
 ) -> Any:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
 
@@ -78,16 +74,6 @@ def layer_norm(
         beside 16-bit inputs. input + residual is normalised, rounded once to the residual's dtype.
         Each gradient has its tensor's dtype.
     return_residual: also return that sum, for pre-norm blocks.
-    row_scale: of the leading shape, any of the four dtypes. Each row of the input is multiplied by
-        its element before the residual is added. It is a constant: it has no gradient.
-    dropout_p, dropout_seed: after row_scale and before the residual is added, elements of the input
-        become 0 with probability dropout_p; the others are multiplied by 1 / (1 - dropout_p). A p
-        of 1 drops all. The mask is a function of the seed and of an element's row and column
-        (cupynorm.reference.dropout_mask): it is the same on every device, and backward computes it
-        again. dropout_seed is an int, or an int64 array of one element on the input's device, which
-        the kernel reads there. By default the input's library draws one on that device
-        (torch.randint, cupy.random, np.random), so torch.manual_seed and CUDA graphs work as with
-        torch's dropout.
 
     Parameters and outputs:
 
@@ -120,12 +106,11 @@ def layer_norm(
     An 8-bit y is not a tensor that autograd knows: gradients flow through its dequantize(), as if
     nothing had been rounded. It works with all of the above but out.
 
-    A user's own functor (cupynorm.functor), fused into the kernel; docs/functors.md:
-
-    store: applied to y, after weight and bias, before y is rounded.
-    load: applied to the input before anything else. Its result is normalised as it is, in the
-        compute type, unless a residual, row_scale or dropout_p makes a sum, which is rounded.
-        return_residual needs a residual. Neither goes with an 8-bit y or round_x_hat.
+    fuse: functors (cupynorm.functors, cupynorm.functor; docs/functors.md) in a tuple, or one alone.
+        Those on x apply to the input in their order, before the residual is added. Their result is
+        normalised as it is, in the compute type, unless a residual makes a sum, which is rounded.
+        Those on y apply after weight and bias, before y is rounded. return_residual then needs a
+        residual. They do not go with an 8-bit y, nor those on y with round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
@@ -139,7 +124,7 @@ def layer_norm(
     array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
     in input, weight, bias and residual. NumPy arrays and CPU tensors are computed by the float64
     reference and rounded once (differentiable for torch). What torch compiles, exports, transforms
-    or differentiates twice is computed by its own operations, without out, load and store. Under
+    or differentiates twice is computed by its own operations, without out. Under
     CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for a float64 sum, which is the input without a residual) with
@@ -151,18 +136,18 @@ def layer_norm(
     variance is infinite in float32: rstd is 0 and y is bias. A row whose values themselves sum
     beyond 3.4e38 is NaN or bias.
 
-    For a torch DTensor y is placed as the input; so are residual and row_scale, also DTensors.
-    weight and bias are DTensors, or plain tensors that are the same on every rank. Rows that are
-    split between ranks are gathered first, and y is whole on each rank. out, dropout_p, an 8-bit
-    out_dtype, load and store take no DTensor.
+    For a torch DTensor y is placed as the input; so is residual, also a DTensor. weight and bias
+    are DTensors, or plain tensors that are the same on every rank. Rows that are split between
+    ranks are gathered first, and y is whole on each rank. out, an 8-bit out_dtype and fuse take no
+    DTensor.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
     is not installed.
     """
     functors = None
-    if load is not None or store is not None:
-        functors = bind_functors(load, store, return_residual, residual)
+    if fuse.__class__ is not tuple or fuse:
+        functors = bind_functors(fuse, return_residual, residual)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
@@ -170,8 +155,6 @@ def layer_norm(
         bias,
         residual,
         out,
-        row_scale,
-        dropout_seed,
         scale,
         amax,
         functors,
@@ -182,7 +165,6 @@ def layer_norm(
         eps,
         zero_centered_weight,
         out_dtype,
-        dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
@@ -204,9 +186,6 @@ def rms_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -216,8 +195,7 @@ def rms_norm(
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-    load: Functor | BoundFunctor | None = None,
-    store: Functor | BoundFunctor | None = None,
+    fuse: Fuse = (),
 ) -> Any:
     """Root-mean-square normalisation (Zhang, Sennrich 2019): layer_norm without the mean.
 
@@ -237,8 +215,8 @@ def rms_norm(
     float64; so is, elsewhere too, a row whose squares sum beyond 3.4e38.
     """
     functors = None
-    if load is not None or store is not None:
-        functors = bind_functors(load, store, return_residual, residual)
+    if fuse.__class__ is not tuple or fuse:
+        functors = bind_functors(fuse, return_residual, residual)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
@@ -246,8 +224,6 @@ def rms_norm(
         bias,
         residual,
         out,
-        row_scale,
-        dropout_seed,
         scale,
         amax,
         functors,
@@ -258,7 +234,6 @@ def rms_norm(
         eps,
         zero_centered_weight,
         out_dtype,
-        dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
@@ -279,9 +254,6 @@ def layer_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -291,7 +263,8 @@ def layer_norm_forward(
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Forward | FusedForward:
+    fuse: Fuse = (),
+) -> Forward:
     """layer_norm that also returns what backward needs, outside any autograd.
 
     Examples:
@@ -303,18 +276,22 @@ def layer_norm_forward(
 
     x: the input, of any number of dimensions; all other arguments as for layer_norm.
 
-    Returns Forward(y, mean, rstd, sum), or a FusedForward with any of row_scale, dropout_p,
-    round_x_hat or an 8-bit out_dtype; the two say shapes and dtypes.
+    fuse: as for layer_norm, with a seed for those that need one. With functors on x, sum is what
+        they make, rounded to the input's dtype, also without a residual.
+
+    Returns Forward(y, mean, rstd, sum), which says shapes and dtypes.
     Raises as layer_norm.
     """
-    operands = ForwardOperands(x, weight, bias, residual, out, row_scale, dropout_seed, scale, amax)
+    operands = ForwardOperands(
+        *(x, weight, bias, residual, out, scale, amax),
+        bind_functors(fuse),
+    )
     options = ForwardOptions(
         True,  # centered
         default_extents(x, weight, bias, normalized_shape),
         eps,
         zero_centered_weight,
         out_dtype,
-        dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
@@ -334,9 +311,6 @@ def rms_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -346,7 +320,8 @@ def rms_norm_forward(
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Forward | FusedForward:
+    fuse: Fuse = (),
+) -> Forward:
     """rms_norm that also returns what backward needs, outside any autograd.
 
     Examples:
@@ -355,16 +330,18 @@ def rms_norm_forward(
 
     eps: as for rms_norm; all other arguments as for layer_norm_forward.
 
-    Returns Forward(y, None, rstd, sum), or a FusedForward, as layer_norm_forward, and raises as it.
+    Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
-    operands = ForwardOperands(x, weight, bias, residual, out, row_scale, dropout_seed, scale, amax)
+    operands = ForwardOperands(
+        *(x, weight, bias, residual, out, scale, amax),
+        bind_functors(fuse),
+    )
     options = ForwardOptions(
         False,  # centered
         default_extents(x, weight, bias, normalized_shape),
         eps,
         zero_centered_weight,
         out_dtype,
-        dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),

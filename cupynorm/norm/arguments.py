@@ -35,19 +35,15 @@ class Address(NamedTuple):
     offset: int = 0
 
 
-class Seed(NamedTuple):
-    """A word that is the dropout seed itself, 0 where the kernel reads it from an address."""
-
-
-Words = list  # of constants, Address and Seed
+Words = list  # of constants and Address
 
 
 class Arguments:
     """The arguments of a call's kernels, for tensors that come in a known order.
 
-    The words of all kernels are one tuple: the addresses of a run, the constants of the plan, the
-    seed, and sums of an address and an offset. Each kernel has an itemgetter that picks its own
-    from them, because this runs in every call.
+    The words of all kernels are one tuple: the addresses of a run, the constants of the plan, and
+    sums of an address and an offset. Each kernel has an itemgetter that picks its own from them,
+    because this runs in every call.
     """
 
     def __init__(self, arguments: Sequence[Words], order: Sequence[str]) -> None:
@@ -57,17 +53,14 @@ class Arguments:
         addresses = [word for word in words if isinstance(word, Address)]
         sums = [word for word in addresses if word.offset and word.tensor in indices]
         self.sums = [(indices[word.tensor], word.offset) for word in sums]
-        constants = [word for word in words if not isinstance(word, (Address, Seed))]
+        constants = [word for word in words if not isinstance(word, Address)]
         self.constants = (0, *constants)
-        self.takes_seed = any(isinstance(word, Seed) for word in words)
         absent = len(order)
         constant = iter(range(absent + 1, absent + len(self.constants)))
-        seed = absent + len(self.constants)
-        sum_ = iter(range(seed + self.takes_seed, seed + self.takes_seed + len(sums)))
+        end = absent + len(self.constants)
+        sum_ = iter(range(end, end + len(sums)))
 
         def place(word: object) -> int:
-            if isinstance(word, Seed):
-                return seed
             if not isinstance(word, Address):
                 return next(constant)
             if word.tensor not in indices:
@@ -76,12 +69,9 @@ class Arguments:
 
         self.picks = [itemgetter(*map(place, argument)) for argument in arguments]
 
-    def words(self, addresses: tuple[int, ...], seed: object = 0) -> tuple:
-        """What each of `picks` picks from. addresses: in the order of the run. seed: an int, or an
-        array that is among them."""
+    def words(self, addresses: tuple[int, ...]) -> tuple:
+        """What each of `picks` picks from. addresses: in the order of the run."""
         words = addresses + self.constants
-        if self.takes_seed:
-            words += (seed if seed.__class__ is int else 0,)
         if self.sums:
             words += tuple([addresses[index] + offset for index, offset in self.sums])
         return words
@@ -100,10 +90,10 @@ class Call(NamedTuple):
         """order: names of the tensors that a run has."""
         return Arguments(self.arguments, order)
 
-    def fill(self, addresses: Mapping[str, int], seed: int = 0) -> list[tuple]:
+    def fill(self, addresses: Mapping[str, int]) -> list[tuple]:
         """The words of each kernel's argument; addresses: of the tensors that are there."""
         arguments = self.arguments_of(list(addresses))
-        words = arguments.words(tuple(addresses.values()), seed)
+        words = arguments.words(tuple(addresses.values()))
         return [pick(words) for pick in arguments.picks]
 
 
@@ -128,12 +118,6 @@ def row_words(tensors: RowsByName, name: str, turned: bool = False) -> tuple[Add
     return Address(name, last), -rows.row_stride
 
 
-def _dropout_words(p: float) -> tuple:
-    """The end of struct Factor of dropout.cuh: the seed, its threshold, the factor of the rest."""
-    seed = Address("dropout_seed"), Seed()
-    return *seed, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0
-
-
 def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int]:
     """struct ScaleRule of scales.cuh: the smallest amax as bits; whether scales are powers of 2."""
     return struct.unpack("I", struct.pack("f", abs(smallest_amax)))[0], int(power_of_two)
@@ -143,17 +127,20 @@ def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int
 
 
 def _functor_words(
-    placed: PlacedFunctor | None, role: str, problem: Problem, backward: bool = False
+    placed: Sequence[PlacedFunctor], problem: Problem, backward: bool = False
 ) -> Words:
-    """The struct of a user's functor (cupynorm/plan/functors.py)."""
-    if placed is None:
-        return []
+    """The struct of the functors of one role (plan/functors.py): Chain or ChainGradient."""
     words = []
-    for name, array in zip(placed.functor.arrays, placed.arrays):
-        words += [Address(f"{role}.{name}"), array.rows.row_stride, array.repeat, array.period]
-    words += [*placed.numbers, problem.num_cols]
-    if backward:
-        words += [Address(f"{role}.d{name}") for name in placed.functor.arrays]
+    for at, each in enumerate(placed):
+        if backward and at < len(placed) - 1:
+            words += _functor_words([each], problem)
+        for name, array in zip(each.functor.arrays, each.arrays):
+            place = Address(f"{each.label}.{name}")
+            words += [place, array.rows.row_stride, array.repeat, array.period]
+        words += [Address(f"{each.label}.{name}") for name in each.functor.seeds]
+        words += [*each.numbers, problem.num_cols]
+        if backward:
+            words += [Address(f"{each.label}.d{name}") for name in each.functor.arrays]
     return words
 
 
@@ -166,9 +153,8 @@ def _with_functors(problem: Problem, functors: PlacedFunctors, **sources: str | 
     bytes_ = [DTYPES[name].itemsize for name in narrow]
     pack_size = min([problem.widest_pack, *(16 // each for each in bytes_)])
     fused = {
-        role: placed.fused(problem.num_cols, pack_size, sources.get(role))
-        for role, placed in zip(functors._fields, functors)
-        if placed is not None
+        role: functors.fused(role, problem.num_cols, pack_size, sources.get(role))
+        for role in functors._fields
     }
     return replace(problem, **fused)
 
@@ -181,26 +167,16 @@ def forward_problem(
 ) -> Problem:
     """The problem of a forward: its tensors and what is fused with the norm.
 
-    tensors: x, y, weight, bias, residual, sum, row_scale; amax where one is
-    recorded. Without y: mean and rstd alone.
+    tensors: x, y, weight, bias, residual, sum; amax where one is recorded. Without y: mean and
+    rstd alone.
     """
     x = tensors["x"]
-    drops = options.dropout_p > 0
     # ResidualLoad adds a residual of x's dtype; SumLoad does everything else.
     dtypes = {tensors[name].dtype for name in ("x", "residual", "sum") if name in tensors}
-    has_own_sum = len(dtypes) > 1 or "row_scale" in tensors or drops
-    has_own_sum |= functors.load is not None and "sum" in tensors
+    has_own_sum = len(dtypes) > 1 or (bool(functors.load) and "sum" in tensors)
     # A load keeps what it makes in the dtype of the arithmetic.
-    source = x.dtype if functors.load is not None and not has_own_sum else None
-    own_sum = {}
-    if has_own_sum:
-        own_sum = {
-            "input": x.dtype,
-            "residual_dtype": dtype_of(tensors, "residual"),
-            "row_scale": dtype_of(tensors, "row_scale"),
-            "dropout": drops,
-        }
-    streamed = {name: rows for name, rows in tensors.items() if name not in ("row_scale", "amax")}
+    source = x.dtype if functors.load and not has_own_sum else None
+    streamed = {name: rows for name, rows in tensors.items() if name != "amax"}
     rounds = options.round_x_hat and DTYPES[x.dtype].itemsize < 4
     problem = Problem(
         "forward",
@@ -212,11 +188,12 @@ def forward_problem(
         bias=dtype_of(tensors, "bias"),
         zero_centered=bool(options.zero_centered_weight),
         residual="residual" in tensors and not has_own_sum,
+        input=x.dtype if has_own_sum else None,
+        residual_dtype=dtype_of(tensors, "residual") if has_own_sum else None,
         round_x_hat=x.dtype if rounds else None,
         scaling=options.quantization.scaling if options.quantization else None,
         amax="amax" in tensors,
         layout=layout_of(x.num_cols, streamed),
-        **own_sum,
     )
     return _with_functors(problem, functors, load=source)
 
@@ -234,7 +211,7 @@ def forward_call(
     plan = make_plan(problem, device, x.num_rows, **options.launch.of(kind)._asdict())
     # A second launch for y in 8 bits finds the same statistics again. One scale is for all rows,
     # so it begins with the last ones, which may still be in the L2 cache.
-    turns = problem.scaling == "tensor" and not problem.input
+    turns = problem.scaling == "tensor" and not (problem.input or functors.load or functors.store)
     arguments = [
         _forward_words(
             tensors,
@@ -261,11 +238,9 @@ def _forward_words(
     functors: PlacedFunctors,
 ) -> Words:
     """struct Forward of forward.cuh."""
-    words = [*_functor_words(functors.load, "load", problem), *row_words(tensors, "x", turned)]
+    words = [*_functor_words(functors.load, problem), *row_words(tensors, "x", turned)]
     if problem.input or problem.residual:
         words += [*row_words(tensors, "residual", turned), *row_words(tensors, "sum", turned)]
-    if problem.input:
-        words += [Address("row_scale"), *_dropout_words(options.dropout_p)]
     words += [*row_words(tensors, "y", turned), Address("weight"), Address("bias")]
     if options.quantization:
         rule = scale_rule_words(
@@ -278,7 +253,7 @@ def _forward_words(
             problem.num_scales,
             *rule,
         ]
-    words += _functor_words(functors.store, "store", problem)
+    words += _functor_words(functors.store, problem)
     words += [0, 0] if again else [Address("mean"), Address("rstd")]
     first = plan.launches[0]
     x = tensors["x"]
@@ -297,16 +272,15 @@ def backward_problem(
 ) -> Problem:
     """The problem of a backward.
 
-    tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y
-    is recomputed; input and bias of functors. compute: the dtype of the statistics.
+    tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual; y and bias where y is
+    recomputed; input and bias of functors. compute: the dtype of the statistics.
     """
     x, dy = tensors["x"], tensors["dy"]
-    streamed = {name: rows for name, rows in tensors.items() if name != "row_scale"}
     # What comes through a functor has the dtype of the arithmetic.
     sources = {}
-    if functors.load is not None and "input" not in tensors:
+    if options.applies_load:
         sources["load"] = x.dtype
-    if functors.store is not None:
+    if functors.store:
         sources["store"] = dy.dtype
     problem = Problem(
         "backward",
@@ -321,12 +295,10 @@ def backward_problem(
         dbias=dtype_of(tensors, "dbias"),
         dsum=dtype_of(tensors, "dsum"),
         dresidual=dtype_of(tensors, "dresidual"),
-        row_scale=dtype_of(tensors, "row_scale"),
-        dropout=options.dropout_p > 0,
         input=dtype_of(tensors, "input"),
         recomputed=dtype_of(tensors, "y"),
         bias=dtype_of(tensors, "bias"),
-        layout=layout_of(x.num_cols, streamed),
+        layout=layout_of(x.num_cols, tensors),
     )
     return _with_functors(problem, functors, **sources)
 
@@ -373,30 +345,33 @@ def backward_call(
     return Call(plan.launches, tuple(arguments), plan, partials_shape, can_write_over_dy)
 
 
-def _x_words(tensors: RowsByName, problem: Problem, load: PlacedFunctor | None) -> Words:
-    """struct Load, or FunctorLoad around it. load: forward's functor."""
+def _x_words(tensors: RowsByName, problem: Problem, load: Sequence[PlacedFunctor]) -> Words:
+    """struct Load, or FunctorLoad around it. load: forward's functors."""
     words = [*row_words(tensors, "x")]
     if problem.load and problem.load.source:
-        words = [*_functor_words(load, "load", problem), *words]
+        words = [*_functor_words(load, problem), *words]
     return words
 
 
 def _dy_words(
     tensors: RowsByName,
     problem: Problem,
-    store: PlacedFunctor | None,
+    store: Sequence[PlacedFunctor],
     x_words: Words,
     *,
     writes: bool = True,
 ) -> Words:
-    """struct Load or DyThroughStore. store: forward's functor. writes: whether the
-    gradients of its arrays are written."""
+    """struct Load or DyThroughStore. store: forward's functors. writes: whether the gradients of
+    their arrays are written."""
     row = [*row_words(tensors, "dy")]
-    if store is None:
+    if not store:
         return row
-    of_store = _functor_words(store, "store", problem, backward=True)
-    if store.arrays and not writes:
-        of_store[-len(store.arrays) :] = [0] * len(store.arrays)
+    of_store = _functor_words(store, problem, backward=True)
+    if not writes:
+        names = {f"{each.label}.d{name}" for each in store for name in each.functor.arrays}
+        of_store = [
+            0 if isinstance(word, Address) and word.tensor in names else word for word in of_store
+        ]
     through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
     return [*x_words, *row, *through, *of_store]
 
@@ -417,17 +392,16 @@ def _backward_words(
     options: BackwardOptions,
     plan: Plan,
     read: Words,
-    load: PlacedFunctor | None,
+    load: Sequence[PlacedFunctor],
 ) -> Words:
-    """struct Backward of backward.cuh. read: its loads. load: forward's functor."""
+    """struct Backward of backward.cuh. read: its loads. load: forward's functors."""
     words = [*read, Address("weight")]
-    if load is not None:  # struct DxThroughLoad
+    if load:  # struct DxThroughLoad
         words += row_words(tensors, "input" if problem.input else "x")
-        words += _functor_words(load, "load", problem, backward=True)
+        words += _functor_words(load, problem, backward=True)
     words += [*row_words(tensors, "dx"), *row_words(tensors, "dsum")]
-    if problem.dresidual or problem.row_scale or problem.dropout or load is not None:
-        factor = [Address("row_scale"), *_dropout_words(options.dropout_p)]
-        words += [*row_words(tensors, "dresidual"), *factor]
+    if problem.dresidual or load:
+        words += row_words(tensors, "dresidual")
     if problem.recomputed:
         words += [*row_words(tensors, "y"), Address("weight"), Address("bias")]
     x = tensors["x"]

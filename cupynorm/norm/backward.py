@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..plan.functors import Fuse
 from ..plan.problem import Tile
+from .functors import bind_functors
 from .options import default_extents, gradient_names, launch_options, names_what_was_removed
 from .request import Array, BackwardOperands, BackwardOptions, BackwardRequest
 from .results import Backward, FusedBackward
@@ -31,12 +33,12 @@ def layer_norm_backward(
     dbias_dtype: Any = None,
     dx_dtype: Any = None,
     dresidual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
+    fuse: Fuse = (),
+    input: Array | None = None,
+    bias: Array | None = None,
 ) -> Backward | FusedBackward:
     """Gradients of layer_norm at x (derivation: cupynorm.reference.layer_norm).
 
@@ -53,12 +55,15 @@ def layer_norm_backward(
     gradients: which to compute. The others are None and cost nothing.
     dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
 
-    For a forward with fused options:
+    For a forward with functors or a residual of another dtype:
 
-    row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
-    With any of these, or "dresidual" among the gradients, a FusedBackward is returned. One kernel
-    writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
+    With any of these, fuse, or "dresidual" among the gradients, a FusedBackward is returned. One
+    kernel writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
+
+    fuse: as in the forward, with the same seeds. bias: the forward's, for functors on y. input:
+        the forward's, for functors on x whose backward lines read x. With "functors" among the
+        gradients, FusedBackward.functors has those of their arrays.
 
     normalized_shape, zero_centered_weight, sm_margin, strategy, tile: as for layer_norm.
 
@@ -66,7 +71,7 @@ def layer_norm_backward(
     computed in float32 (float64 for float64) in a fixed order: they repeat to the bit. Raises as
     layer_norm.
     """
-    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, dropout_seed)
+    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, bias, input, bind_functors(fuse))
     options = BackwardOptions(
         True,
         default_extents(x, weight, None, normalized_shape),
@@ -76,7 +81,6 @@ def layer_norm_backward(
         dweight_dtype,
         dbias_dtype,
         dresidual_dtype,
-        dropout_p,
         launch=launch_options(strategy, tile, None, sm_margin),
     )
     return explicit_backward(BackwardRequest(operands, options))
@@ -97,12 +101,12 @@ def rms_norm_backward(
     dbias_dtype: Any = None,
     dx_dtype: Any = None,
     dresidual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
+    fuse: Fuse = (),
+    input: Array | None = None,
+    bias: Array | None = None,
 ) -> Backward | FusedBackward:
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned.
 
@@ -115,7 +119,7 @@ def rms_norm_backward(
 
     Returns Backward or FusedBackward, as layer_norm_backward, and raises as it.
     """
-    operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
+    operands = BackwardOperands(dy, x, None, rstd, weight, dsum, bias, input, bind_functors(fuse))
     options = BackwardOptions(
         False,
         default_extents(x, weight, None, normalized_shape),
@@ -125,7 +129,6 @@ def rms_norm_backward(
         dweight_dtype,
         dbias_dtype,
         dresidual_dtype,
-        dropout_p,
         launch=launch_options(strategy, tile, None, sm_margin),
     )
     return explicit_backward(BackwardRequest(operands, options))

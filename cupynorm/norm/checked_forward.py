@@ -1,29 +1,13 @@
-"""What a checked forward remembers, on a GPU and on the host: for autograd, and for dropout."""
+"""What a checked forward remembers, on a GPU and on the host: for autograd."""
 
 from __future__ import annotations
 
-import sys
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
-from ..gpu import arrays, nvrtc
-from .request import Array, BackwardOptions, ForwardRequest, is_plain, makes_sum
-from .results import FusedForward
-
-# A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
-SEED_LIMIT = 2**62
-
-
-def draw_seed(x: Array) -> Array:
-    """An int64 array of one element where x is, drawn by x's library there without a sync."""
-    if arrays.is_torch(x):
-        torch = sys.modules["torch"]
-        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
-    if isinstance(x, np.ndarray):
-        return np.random.randint(0, SEED_LIMIT, 1, np.int64)
-    return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
+from ..gpu import arrays
+from .request import Array, BackwardOptions, ForwardRequest, is_plain
+from .results import Forward
 
 
 def dtype_or_none(array: Array | None) -> str | None:
@@ -42,11 +26,13 @@ class CheckedForward:
     that autograd prepared. sum_dtype: of what is normalised.
     """
 
-    def __init__(self, request: ForwardRequest) -> None:
+    def __init__(self, request: ForwardRequest, stores_sum: bool) -> None:
+        """stores_sum: also what functors on x make alone is a sum, which is stored."""
         operands, options = request
         self.options = options
         self.dtype = arrays.dtype_name(operands.input)
-        self.makes_sum = makes_sum(request)
+        load = () if operands.functors is None else operands.functors.load
+        self.makes_sum = operands.residual is not None or bool(stores_sum and load)
         self.sum_dtype = dtype_or_none(operands.residual) or self.dtype
         self.is_plain = self.sum_dtype == self.dtype and is_plain(request)
         self.backward = BackwardOptions(
@@ -56,7 +42,7 @@ class CheckedForward:
             dx_dtype=None if self.is_plain else self.dtype,
             dbias_dtype=dtype_or_none(operands.bias),
             dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
-            dropout_p=options.dropout_p,
+            applies_load=bool(load) and not self.makes_sum,
             # A tile belongs to one kernel; a strategy is meant for both directions.
             launch=options.launch._replace(tile=None),
         )
@@ -72,9 +58,9 @@ class CheckedForward:
         # From gradients in the order of DIFFERENTIABLE, and None.
         places = [DIFFERENTIABLE.index(name) for name in self.differentiable]
         self.pick_gradients = itemgetter(-1, *places)
-        # From a FusedForward, what autograd returns: y, or a tuple where there is more.
+        # From a Forward, what autograd returns: y, or a tuple where there is more.
         outputs = ["y", *["sum"] * self.makes_sum]
-        self.pick_outputs = itemgetter(*map(FusedForward._fields.index, outputs))
+        self.pick_outputs = itemgetter(*map(Forward._fields.index, outputs))
 
     def split_outputs(self, outputs: Any) -> tuple:
         """(y, sum) of what pick_outputs picked, or of the gradients of that."""

@@ -13,7 +13,7 @@ import numpy as np
 from ..dtypes import DTYPES, FLOAT8S, compute_dtype
 from ..gpu import arrays
 from ..plan.functors import Functors
-from .functors import check_shape
+from .functors import check_shape, with_seeds
 from .options import check_gradients, dtype_name
 from .request import (
     Array,
@@ -106,13 +106,15 @@ def _take_functors(
     """The functors with their arrays converted."""
     if functors is None:
         return None
-    converted = []
-    for name, array in zip(functors.names(), functors.arrays()):
+    functors, converted = with_seeds(functors, x), []
+    for name, array, per_row in functors.named_arrays():
         array = arrays.take(array, name)
         check_dtype(array, name)
         check_same_place(array, x, name, "input")
-        check_shape(tuple(array.shape), tuple(x.shape), len(extents), name)
+        check_shape(tuple(array.shape), tuple(x.shape), len(extents), name, per_row)
         converted.append(array)
+    for name, seed in zip(functors.names_of_seeds(), functors.arrays()[len(converted) :]):
+        converted.append(_take_seed(seed, x, name))
     return functors.with_arrays(converted)
 
 
@@ -168,7 +170,7 @@ def check_out(request: ForwardRequest) -> None:
 def check_overlap(operands: ForwardOperands) -> None:
     """out must share no memory with what is read."""
     low, high = arrays.extent(arrays.view(operands.out))
-    names = ("input", "weight", "bias", "residual", "row_scale")
+    names = ("input", "weight", "bias", "residual")
     others = [(name, getattr(operands, name)) for name in names]
     if operands.functors is not None:
         others += zip(operands.functors.names(), operands.functors.arrays())
@@ -179,21 +181,15 @@ def check_overlap(operands: ForwardOperands) -> None:
                 raise ValueError(f"out shares memory with {name}; expected memory of its own")
 
 
-def _check_seed(seed: object, x: Array) -> object:
-    """The seed, converted: an array of one int64, an int or None."""
-    if seed is None or isinstance(seed, int):
-        return seed
-    if not hasattr(seed, "__dlpack__"):
-        raise TypeError(
-            f"dropout_seed is {arrays.type_in_words(seed)}; expected an int or one element of int64"
-        )
-    seed = arrays.take(seed, "dropout_seed")
+def _take_seed(seed: Array, x: Array, name: str) -> Array:
+    """The seed of a functor, converted."""
+    seed = arrays.take(seed, name)
     if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
         raise ValueError(
-            f"dropout_seed has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; "
+            f"{name} has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; "
             "expected one element of int64, or an int"
         )
-    check_same_place(seed, x, "dropout_seed", "input")
+    check_same_place(seed, x, name, "input")
     return seed
 
 
@@ -209,7 +205,6 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     x = arrays.take(given.input, "input")
     dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
     _check_extents(shape, extents, "input")
-    leading = shape[: len(shape) - len(extents)]
     parameters = {
         name: take_like(getattr(given, name), x, extents, name, "input")
         for name in ("weight", "bias")
@@ -222,13 +217,9 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         y_dtype = options.quantization.dtype
     elif options.out_dtype is not None:
         y_dtype = dtype_name(options.out_dtype, "out_dtype", also=FLOAT8S)
-    row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
-    _check_constant(row_scale, "row_scale")
     operands = given._replace(
         input=x,
         residual=residual,
-        row_scale=row_scale,
-        dropout_seed=_check_seed(given.dropout_seed, x),
         scale=_scalar(given.scale, "scale", x),
         amax=_scalar(given.amax, "amax", x),
         functors=_take_functors(given.functors, x, extents),
@@ -245,19 +236,21 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
 
 def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> None:
     """Raises ValueError or TypeError for options that exclude each other."""
-    quantization, has_functors = options.quantization, operands.functors is not None
+    quantization, functors = options.quantization, operands.functors
     if options.memory_efficient and quantization is not None:
         raise ValueError(
             f"memory_efficient was given with out_dtype {quantization.dtype}; "
             "expected only one of them"
         )
+    if functors is None:
+        return
     for name, is_given in (
         ("an 8-bit out_dtype", quantization is not None),
         ("memory_efficient", options.memory_efficient),
-        ("round_x_hat", options.round_x_hat),
+        ("round_x_hat", options.round_x_hat and functors.store),
     ):
-        if is_given and has_functors:
-            raise ValueError(f"{name} was given with load or store; expected only one of them")
+        if is_given:
+            raise ValueError(f"{name} was given with fuse; expected only one of them")
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:
@@ -288,12 +281,17 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         dtypes[f"{name}_dtype"] = default if name in options.gradients else None
     bias = input = None
     functors = _take_functors(given.functors, x, extents)
-    if functors is not None:
+    load = () if functors is None else functors.load
+    reading = [each.functor.name for each in load if each.functor.reads_argument]
+    if reading and not options.applies_load:
         input = take_like(given.input, x, shape, "input", "x")
+        if input is None:
+            raise TypeError(
+                f"input is None; expected the input of the forward, because the backward of "
+                f"{reading[0]} reads what it was applied to"
+            )
     if options.recompute or functors is not None:
         bias = take_like(given.bias, x, extents, "bias", "x")
-    if options.dropout_p > 0 and given.dropout_seed is None:
-        raise TypeError("dropout_seed is None; expected the seed that the forward returned")
     operands = BackwardOperands(
         dy,
         x,
@@ -302,8 +300,6 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         weight,
         dsum,
         bias,
-        row_scale=take_like(given.row_scale, x, leading, "row_scale", "x"),
-        dropout_seed=_check_seed(given.dropout_seed, x),
         input=input,
         functors=functors,
     )

@@ -5,7 +5,6 @@ A request travels whole from the API to the launch.
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..plan.functors import Functors
@@ -62,15 +61,13 @@ class Quantization(NamedTuple):
 
 
 class ForwardOperands(NamedTuple):
-    """The arrays of a forward; None for what is absent. dropout_seed may be an int."""
+    """The arrays of a forward; None for what is absent."""
 
     input: Array
     weight: Array | None = None
     bias: Array | None = None
     residual: Array | None = None
     out: Array | None = None
-    row_scale: Array | None = None
-    dropout_seed: Array | int | None = None
     scale: Array | None = None
     amax: Array | None = None
     functors: Functors | None = None
@@ -87,7 +84,6 @@ class ForwardOptions(NamedTuple):
     eps: float | None
     zero_centered_weight: bool = False
     out_dtype: Any = None
-    dropout_p: float = 0.0
     round_x_hat: bool = False
     quantization: Quantization | None = None
     launch: Options = DEFAULTS
@@ -101,16 +97,12 @@ class ForwardRequest(NamedTuple):
     options: ForwardOptions
 
 
-# Of operands, which in a repeated call are a plain tuple of the same order.
-input_and_seed_of = itemgetter(*map(ForwardOperands._fields.index, ("input", "dropout_seed")))
-
-
 class BackwardOperands(NamedTuple):
     """The arrays of a backward. x is what was normalised.
 
     bias is needed where y is recomputed.
     functors: those of forward. A store needs bias. input: what a load was applied to, where its
-    result is part of a sum; else x is that.
+    backward lines read that and x is not it.
     """
 
     dy: Array
@@ -120,8 +112,6 @@ class BackwardOperands(NamedTuple):
     weight: Array | None = None
     dsum: Array | None = None
     bias: Array | None = None
-    row_scale: Array | None = None
-    dropout_seed: Array | int | None = None
     input: Array | None = None
     functors: Functors | None = None
 
@@ -131,8 +121,9 @@ class BackwardOptions(NamedTuple):
 
     recompute: also write y again, in dy's dtype.
     overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
-    functor_gradients: names of the functors' arrays whose gradients are wanted, as "store.gate".
-    With functors, "dx" is among the gradients.
+    functor_gradients: names of the functors' arrays whose gradients are wanted, as
+    "silu_gate.gate". With functors, "dx" is among the gradients.
+    applies_load: x is what a load was applied to, and backward applies it again.
     """
 
     centered: bool
@@ -143,10 +134,10 @@ class BackwardOptions(NamedTuple):
     dweight_dtype: Any = None
     dbias_dtype: Any = None
     dresidual_dtype: Any = None
-    dropout_p: float = 0.0
     recompute: bool = False
     overwrite_dy: bool = False
     functor_gradients: tuple[str, ...] = ()
+    applies_load: bool = False
     launch: Options = DEFAULTS
 
 
@@ -157,19 +148,11 @@ class BackwardRequest(NamedTuple):
     options: BackwardOptions
 
 
-def makes_sum(request: ForwardRequest) -> bool:
-    """Whether the normalised row is not the input itself."""
-    operands, options = request
-    return operands.residual is not None or operands.row_scale is not None or options.dropout_p > 0
-
-
 def is_plain(request: ForwardRequest) -> bool:
     """Whether a forward uses no option beyond norm, residual and out."""
     operands, options = request
     return (
-        operands.row_scale is None
-        and options.dropout_p == 0
-        and not options.round_x_hat
+        not options.round_x_hat
         and not options.memory_efficient
         and options.quantization is None
         and operands.functors is None

@@ -33,8 +33,7 @@ def sums(x, weight, bias, scale, gate, residual):
         bias,
         residual=residual,
         return_residual=True,
-        load=functors.layer_scale(scale=scale),
-        store=functors.silu_gate(gate=gate),
+        fuse=(functors.layer_scale(scale), functors.silu_gate(gate)),
     )
 
 
@@ -43,19 +42,18 @@ def alone(x, weight, bias, scale, shift):
         x,
         8,
         weight,
-        load=functors.bias_gelu(bias=bias),
-        store=functors.ada_ln(scale=scale, shift=shift),
+        fuse=[functors.bias_gelu(bias), functors.ada_ln(scale, shift)],
     )
 
 
 def rotated(x, weight, angle):
     turns = torch.cat([angle, angle], -1)
-    store = functors.rotary(cos=turns.cos(), sin=turns.sin())
-    return cupynorm.layer_norm(x, 8, weight, store=store)
+    fuse = functors.rotary(cos=turns.cos(), sin=turns.sin())
+    return cupynorm.layer_norm(x, 8, weight, fuse=fuse)
 
 
 def raised(x, gate):
-    return cupynorm.rms_norm(x, 8, store=POWER(gate=gate.exp(), p=1.5))
+    return cupynorm.rms_norm(x, 8, fuse=POWER(gate=gate.exp(), p=1.5))
 
 
 CALLS = {
@@ -76,7 +74,7 @@ def test_some_gradients_of_low_precision():
     """A tensor that wants none gets none; dtypes are those of the tensors."""
     x = draw(4, 8, dtype=torch.bfloat16, requires_grad=False)
     gate = draw(8, dtype=torch.float16)
-    y = cupynorm.layer_norm(x, 8, store=functors.silu_gate(gate=gate))
+    y = cupynorm.layer_norm(x, 8, fuse=functors.silu_gate(gate=gate))
     assert y.dtype == torch.bfloat16 and x.grad is None
     y.sum().backward()
     wide = gate.detach().double().requires_grad_()
@@ -114,7 +112,7 @@ def first(made):
 def test_modules(name):
     norm = getattr(cupynorm, name)(8, dtype=torch.float64)
     x, gate = draw(2, 3, 8), draw(2, 1, 8)
-    y = norm(x, store=functors.silu_gate(gate=gate))
+    y = norm(x, fuse=functors.silu_gate(gate=gate))
     torch.testing.assert_close(y, norm(x) * torch.nn.functional.silu(gate))
     y.sum().backward()
     assert norm.weight.grad.abs().max() > 0 and gate.grad.shape == gate.shape
@@ -122,26 +120,28 @@ def test_modules(name):
 
 def test_without_a_derivative():
     x = draw(3, 8)
-    words = r"store is doubled, which has no derivative.*cupynorm.functor\('doubled', \.\.\., backw"
+    words = r"fuse has doubled, which has no derivative.*cupynorm.functor\('doubled', \.\.\., backw"
     with pytest.raises(ValueError, match=words):
-        cupynorm.layer_norm(x, 8, store=DOUBLED)
+        cupynorm.layer_norm(x, 8, fuse=DOUBLED)
     with torch.no_grad():
-        y = cupynorm.layer_norm(x, 8, store=DOUBLED)
+        y = cupynorm.layer_norm(x, 8, fuse=DOUBLED)
     torch.testing.assert_close(y, 2 * cupynorm.layer_norm(x.detach(), 8))
-    torch.testing.assert_close(y, cupynorm.layer_norm(x.detach(), 8, store=DOUBLED))
+    torch.testing.assert_close(y, cupynorm.layer_norm(x.detach(), 8, fuse=DOUBLED))
 
 
 def test_refusals():
     x, gate = draw(3, 8), draw(3, 8)
     store = functors.silu_gate(gate=gate)
-    with pytest.raises(ValueError, match="out was given with load or store to a call that torch"):
-        cupynorm.layer_norm(x, 8, store=store, out=torch.empty_like(x))
-    with pytest.raises(NotImplementedError, match="load or store was given to a call that torch"):
-        torch.func.vmap(lambda each: cupynorm.layer_norm(each, 8, store=store))(x)
-    with pytest.raises(ValueError, match="store.gate is a NumPy array, input is a torch tensor"):
-        cupynorm.layer_norm(x, 8, store=functors.silu_gate(gate=gate.detach().numpy()))
-    y = cupynorm.layer_norm(x, 8, store=store)
-    with pytest.raises(NotImplementedError, match="of a norm with load or store was .* create_gr"):
+    with pytest.raises(ValueError, match="out was given with fuse to a call that torch"):
+        cupynorm.layer_norm(x, 8, fuse=store, out=torch.empty_like(x))
+    with pytest.raises(NotImplementedError, match="a functor without torch= was given to a"):
+        torch.func.vmap(lambda each: cupynorm.layer_norm(each, 8, fuse=POWER(gate[0], 2)))(x)
+    with pytest.raises(
+        ValueError, match="silu_gate.gate is a NumPy array, input is a torch tensor"
+    ):
+        cupynorm.layer_norm(x, 8, fuse=functors.silu_gate(gate=gate.detach().numpy()))
+    y = cupynorm.layer_norm(x, 8, fuse=POWER(gate, 2))
+    with pytest.raises(NotImplementedError, match="of a norm with a functor without torch= was"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
@@ -171,8 +171,8 @@ def test_cupy_arrays_and_wrong_lines_on_a_gpu():
     cupy = pytest.importorskip("cupy")
     x, gate = cupy.random.randn(64, 768).astype("float32"), cupy.random.randn(1, 768)
     gate = gate.astype("float32")
-    y = cupynorm.layer_norm(x, 768, store=functors.silu_gate(gate=gate))
-    right = cupynorm.layer_norm(x.get(), 768, store=functors.silu_gate(gate=gate.get()))
+    y = cupynorm.layer_norm(x, 768, fuse=functors.silu_gate(gate=gate))
+    right = cupynorm.layer_norm(x.get(), 768, fuse=functors.silu_gate(gate=gate.get()))
     assert abs(y.get() - right).max() < 1e-5
     with pytest.raises(cupynorm.FunctorError, match="wrong"):
-        cupynorm.layer_norm(x, 768, store=cupynorm.functor("wrong", "y = z;"))
+        cupynorm.layer_norm(x, 768, fuse=cupynorm.functor("wrong", "y = z;"))

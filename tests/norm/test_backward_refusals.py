@@ -75,7 +75,7 @@ def test_wrong_arguments_of_backward_are_refused(what):
     with pytest.raises(error, match=sentence):
         cupynorm.layer_norm_backward(**given)
     if "gradients" in changes:
-        for options in ({}, {"row_scale": ones(4)}):
+        for options in ({}, {"dx_dtype": "float32"}):
             with pytest.raises(error, match=sentence):
                 cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
 

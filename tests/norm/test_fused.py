@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm import reference
+from cupynorm import functors
 from cupynorm.check.cases import random_problem
 from cupynorm.dtypes import DTYPES, compute_dtype
 from cupynorm.gpu import arrays
@@ -92,8 +92,6 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     forward = getattr(cupynorm, f"{case.norm}_forward")(
         put(problem.x, case.x), weight, bias, 1e-5, **options
     )
-    seed = getattr(forward, "dropout_seed", None)
-    assert seed == (problem.dropout_seed if case.dropout_p else None)
     backward = getattr(cupynorm, f"{case.norm}_backward")(
         put(problem.dy, case.dtype("y")),
         forward.sum,
@@ -105,17 +103,11 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         dbias_dtype=case.dtype("bias"),
         dx_dtype=case.x,
         dresidual_dtype=case.added,
-        row_scale=options["row_scale"],
-        dropout_p=case.dropout_p,
-        dropout_seed=seed,
     )
     assert isinstance(backward, cupynorm.FusedBackward)
     results = forward._asdict() | backward._asdict()
-    results = {
-        name: get(value)
-        for name, value in results.items()
-        if value is not None and name != "dropout_seed"
-    }
+    assert results.pop("functors") == ()
+    results = {name: get(value) for name, value in results.items() if value is not None}
     assert arrays.dtype_name(forward.rstd) == compute_dtype(case.sum).name
     if not case.has_own_sum or not case.residual:
         del results["dresidual"]
@@ -160,9 +152,6 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
             gradients=names,
             dx_dtype=case.x,
             dresidual_dtype=case.added,
-            row_scale=options["row_scale"],
-            dropout_p=case.dropout_p,
-            dropout_seed=problem.dropout_seed if case.dropout_p else None,
         )
 
     names = [name for name, is_wanted in zip(cupynorm.FusedBackward._fields, wanted) if is_wanted]
@@ -234,35 +223,30 @@ def test_x_hat_is_rounded_to_the_input_s_dtype(device):
 
 
 def test_strided_operands_give_the_results_of_contiguous_ones(kernels):
-    """Input, residual and row_scale, each with other strides."""
-    x, residual, row_scale = (
+    """Input, residual and the array of a functor, each with other strides."""
+    x, residual, scale = (
         random(40, 6, dtype=torch.float32).T,
         random(40, 6, dtype=torch.float32, seed=1).T,
         random(12)[::2],
     )
-    plain = [each.contiguous() for each in (x, residual, row_scale)]
+    plain = [each.contiguous() for each in (x, residual, scale)]
     made = [
         cupynorm.rms_norm(
-            x,
-            40,
-            residual=residual,
-            row_scale=row_scale,
-            dropout_p=0.5,
-            dropout_seed=1,
-            return_residual=True,
+            x, 40, residual=residual, fuse=functors.row_scale(scale), return_residual=True
         )
-        for x, residual, row_scale in ((x, residual, row_scale), plain)
+        for x, residual, scale in ((x, residual, scale), plain)
     ]
     assert all(map(torch.equal, *made))
-    expected = reference.scaled(numbers(x), numbers(row_scale), 0.5, 1) + numbers(residual)
+    expected = numbers(x) * numbers(scale)[:, None] + numbers(residual)
     np.testing.assert_allclose(numbers(made[0][1]), expected, rtol=2.0**-22, atol=2.0**-22)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
 def test_empty_inputs_give_empty_results(shape, device):
     x = torch.zeros(shape, dtype=torch.float16, device=device, requires_grad=True)
+    residual = x.detach().float()
     y, added = cupynorm.layer_norm(
-        x, shape[1], residual=x.detach().float(), dropout_p=0.5, return_residual=True
+        x, shape[1], residual=residual, fuse=functors.dropout(0.5), return_residual=True
     )
     assert y.shape == added.shape == shape and added.dtype == torch.float32
     y.sum().backward()

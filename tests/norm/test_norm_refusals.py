@@ -219,7 +219,7 @@ def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
         match="input is a torch tensor on meta, which has no memory; "
         "expected one on the CPU or on a CUDA device",
     ):
-        cupynorm.layer_norm_forward(torch.empty(4, 40, device="meta"), dropout_p=0.5)
+        cupynorm.layer_norm_forward(torch.empty(4, 40, device="meta"), round_x_hat=True)
     x, out = torch.ones(4, 40, requires_grad=True), torch.ones(4, 40)
     with pytest.raises(
         ValueError,
@@ -241,14 +241,14 @@ def test_sparse_tensors_are_refused(name, layout, options):
         torch.ones(*shape, device=name.removeprefix("torch-")) for shape in ((4, 40), (4,))
     )
     sparse = x.to_mkldnn() if layout == "_mkldnn" else x.to_sparse(layout=getattr(torch, layout))
-    row_scale = {"row_scale": of_row} if options else {}
+    dtypes = {"dx_dtype": "float32"} if options else {}
     for argument, call in (
         ("input", lambda: cupynorm.layer_norm(sparse, 40, **options)),
         ("input", lambda: cupynorm.rms_norm(sparse.detach().requires_grad_(), 40, **options)),
         ("residual", lambda: cupynorm.rms_norm(x, 40, residual=sparse, **options)),
         ("out", lambda: cupynorm.layer_norm(x, 40, out=sparse, **options)),
         ("x", lambda: cupynorm.layer_norm_forward(sparse, **options)),
-        ("dy", lambda: cupynorm.rms_norm_backward(sparse, x, of_row, **row_scale)),
+        ("dy", lambda: cupynorm.rms_norm_backward(sparse, x, of_row, **dtypes)),
     ):
         with pytest.raises(
             TypeError, match=f"{argument} is a torch tensor of layout {layout}; expected a dense"

@@ -101,7 +101,6 @@ class _PublicCall:
             "weight": case.dtype("weight"),
             "bias": case.dtype("bias"),
             "residual": case.added,
-            "row_scale": case.row_scale,
             "dy": case.dtype("dy"),
             "dsum": case.sum,
         }
@@ -171,9 +170,6 @@ class _PublicCall:
             "residual": operands["residual"],
             "zero_centered_weight": case.zero_centered_weight,
             "out_dtype": case.y,
-            "row_scale": operands["row_scale"],
-            "dropout_p": case.dropout_p,
-            "dropout_seed": self.problem.dropout_seed if case.dropout_p else None,
             "round_x_hat": case.round_x_hat,
             "statistics": case.statistics,
             **self._launch_options(),
@@ -186,23 +182,20 @@ class _PublicCall:
         forward = api.layer_norm_forward if self.is_layer_norm else api.rms_norm_forward
         made = forward(operands["x"], operands["weight"], operands["bias"], case.eps, **options)
         results = {name: getattr(made, name) for name in ("y", "mean", "rstd")}
-        if case.has_own_sum or operands["residual"] is not None:
+        if operands["residual"] is not None:
             results["sum"] = made.sum
         return results | self._explicit_backward(made)
 
     def _explicit_backward(self, made: Any) -> dict[str, Any]:
         case, operands, dtypes = self.case, self.operands, self.dtypes
         names = ["dx", *(f"d{name}" for name in ("weight", "bias") if operands[name] is not None)]
-        if case.has_own_sum and operands["residual"] is not None:
+        if case.has_own_sum:
             names.append("dresidual")
         options = {
             "zero_centered_weight": case.zero_centered_weight,
             "dsum": operands["dsum"],
             "gradients": tuple(names),
             "dbias_dtype": dtypes["bias"],
-            "row_scale": operands["row_scale"],
-            "dropout_p": case.dropout_p,
-            "dropout_seed": getattr(made, "dropout_seed", None),
             **self._launch_options(),
             "tile": None,
         }
@@ -237,7 +230,7 @@ class _PublicCall:
         gradients = torch.autograd.grad(
             [results[name] for name in there], list(leaves.values()), [upstream[n] for n in there]
         )
-        if operands["residual"] is None and not case.has_own_sum:
+        if operands["residual"] is None:
             del results["sum"]  # it is x
         results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
         if not case.has_own_sum:
