@@ -171,6 +171,23 @@ layer_scale = functor(
     torch=lambda x, scale: x * scale,
 )
 
+
+def _clamp(y: Any, low: float, high: float) -> Any:
+    import numpy as np
+
+    return np.clip(y, low, high)
+
+
+# y, from low to high; NaN stays NaN. The gradient is 0 outside.
+clamp = functor(
+    "clamp",
+    "y = y < low ? low : y > high ? high : y;",
+    numbers=("low", "high"),
+    backward="dy = y >= low && y <= high ? dy : C(0);",
+    reference=_clamp,
+    torch=lambda y, low, high: y.clamp(low, high),
+)
+
 # x * scale, one factor for each row, as in stochastic depth (Huang et al. 2016). scale: of the
 # leading shape, the input's without normalized_shape.
 row_scale = functor(

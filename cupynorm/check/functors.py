@@ -24,7 +24,8 @@ import numpy as np
 from ..dtypes import compute_dtype, decode, encode
 from ..norm.arguments import backward_call, forward_call
 from ..norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors, summed
-from ..norm.request import BackwardOptions, ForwardOptions, Options
+from ..norm.launch_choice import Launch
+from ..norm.request import BackwardOptions, ForwardOptions
 from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
 from .allowed import Expected, expect, half_ulp
@@ -252,7 +253,7 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
         shape[1:],
         case.eps,
         case.zero_centered_weight,
-        launch=Options(case.strategy, case.tile, case.statistics),
+        launch=Launch(case.strategy, case.tile, case.statistics),
     )
     tensors.make("y", shape, case.dtype("y"))
     tensors.make("rstd", shape[:1], compute)
@@ -280,7 +281,7 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
             shape[1:],
             case.zero_centered_weight,
             applies_load=role == "load",
-            launch=Options(case.strategy),
+            launch=Launch(case.strategy),
         )
         operands = tensors.some("x", "weight", "bias", "dy", "dx", "dweight", "dbias")
         call = backward_call(where.device, operands, options, compute, functors)

@@ -11,7 +11,7 @@ import numpy as np
 from ..check.cases import NORMS, Case, random_problem
 from ..check.functors import Given, random_functor_problem, run_with_functor, with_kinds
 from ..check.run import run_kernels
-from ..norm.options import launch_options
+from ..norm.launch_choice import tile_of
 from ..norm.plans import plan
 from ..plan.devices import Device
 from ..plan.problem import Tile
@@ -182,8 +182,7 @@ def trace(
     """
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
-    chosen = launch_options(strategy, tile, statistics, 0)._asdict()
-    del chosen["sm_margin"]
+    chosen = {"strategy": strategy, "tile": tile_of(tile), "statistics": statistics}
     options = {"norm": norm, "direction": direction, "residual": residual, **chosen}
     planned = plan(num_cols, num_rows, dtype, device=device, **options)
     if num_rows < 1 or num_cols < 1:

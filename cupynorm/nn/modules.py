@@ -6,7 +6,7 @@ cupynorm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.fx import Proxy
 from ..norm import route
 from ..norm.api import layer_norm, rms_norm
 from ..norm.functors import bind_functors
-from ..norm.options import check_sm_margin, extents_of, launch_options
+from ..norm.launch_choice import Launch, checked_launch
+from ..norm.options import extents_of, names_what_was_removed
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions
 from ..plan.functors import BoundFunctor, Fuse
@@ -33,7 +34,7 @@ torch.fx.wrap("_keeping_y")
 # Keywords beyond torch.nn's, with their defaults.
 EXTRAS = {
     "zero_centered_gamma": False,
-    "sm_margin": 0,
+    "launch": None,
     "sequence_parallel": None,
     "round_x_hat": False,
     "memory_efficient": False,
@@ -53,7 +54,7 @@ class Norm(Fp8Norm):
         """
         for name, value in zip(EXTRAS, values, strict=True):
             setattr(self, name, value)
-        check_sm_margin(self.sm_margin)
+        checked_launch(self.launch)
         self._begin_fp8()
 
     def reset_parameters(self) -> None:
@@ -113,8 +114,9 @@ class Norm(Fp8Norm):
                 "eps": self.eps,
                 "zero_centered_weight": self.zero_centered_gamma,
                 "round_x_hat": self.round_x_hat,
+                "launch": self.launch,
             }
-            return _keeping_y(input, operands, options, self.sm_margin, fuse, return_residual)
+            return _keeping_y(input, operands, options, fuse, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -126,9 +128,9 @@ class Norm(Fp8Norm):
             residual=residual,
             return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma,
-            sm_margin=self.sm_margin,
             round_x_hat=self.round_x_hat,
             fuse=fuse,
+            launch=self.launch,
         )
 
     def __setstate__(self, state: dict) -> None:
@@ -158,10 +160,9 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's. weight and bias have
         shape normalized_shape.
 
-    By keyword only, with TransformerEngine's spelling:
+    By keyword only:
     zero_centered_gamma: multiply by 1 + weight; weight is initialised to 0.
-    sm_margin: an int, or a dict of "forward", "backward" and "inference", as for
-        cupynorm.layer_norm.
+    launch: a cupynorm.Launch; TransformerEngine's sm_margin is Launch(sm_margin=...).
     sequence_parallel: unless None, parameters get it as an attribute of that name, for frameworks
         that reduce their gradients.
     round_x_hat: as for cupynorm.layer_norm.
@@ -207,6 +208,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
 
     _centered = True
 
+    @names_what_was_removed
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -217,7 +219,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         dtype: torch.dtype | None = None,
         *,
         zero_centered_gamma: bool = False,
-        sm_margin: int | Mapping[str, int] = 0,
+        launch: Launch | None = None,
         sequence_parallel: bool | None = None,
         round_x_hat: bool = False,
         memory_efficient: bool = False,
@@ -228,7 +230,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         _check_order(elementwise_affine=elementwise_affine, bias=bias, device=device)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         numerics = round_x_hat, memory_efficient, fp8_state
-        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
+        self._set_extras(zero_centered_gamma, launch, sequence_parallel, *numerics)
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
 
@@ -249,6 +251,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
 
     _centered = False
 
+    @names_what_was_removed
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -258,7 +261,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         zero_centered_gamma: bool = False,
-        sm_margin: int | Mapping[str, int] = 0,
+        launch: Launch | None = None,
         sequence_parallel: bool | None = None,
         round_x_hat: bool = False,
         memory_efficient: bool = False,
@@ -269,7 +272,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         _check_order(elementwise_affine=elementwise_affine, device=device)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         numerics = round_x_hat, memory_efficient, fp8_state
-        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
+        self._set_extras(zero_centered_gamma, launch, sequence_parallel, *numerics)
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 
@@ -300,16 +303,13 @@ def _keeping_y(
     input: torch.Tensor,
     operands: dict[str, Any],
     options: dict[str, Any],
-    sm_margin: int | Mapping[str, int],
     fuse: Fuse,
     return_residual: bool,
 ) -> Any:
     """The norm, of which autograd keeps y and not the normalised row."""
     return route.call(
         ForwardOperands(input, functors=bind_functors(fuse), **operands),
-        ForwardOptions(
-            launch=launch_options(None, None, None, sm_margin), memory_efficient=True, **options
-        ),
+        ForwardOptions(memory_efficient=True, **options),
         return_residual,
     )
 

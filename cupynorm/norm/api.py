@@ -6,16 +6,14 @@ lists the steps from here to the launch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..plan.functors import Fuse
-from ..plan.problem import Tile
 from .functors import bind_functors
+from .launch_choice import Launch, checked_launch
 from .options import (
-    default_extents,
     extents_of,
-    launch_options,
     names_what_was_removed,
     quantization,
     with_checked_options,
@@ -43,11 +41,8 @@ def layer_norm(
     amax: Array | None = None,
     power_of_two: bool = False,
     transpose: bool = False,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
     fuse: Fuse = (),
+    launch: Launch | None = None,
 ) -> Any:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
 
@@ -114,11 +109,8 @@ def layer_norm(
 
     How it is computed; none of these changes a result beyond rounding:
 
-    sm_margin: multiprocessors to leave free for other kernels, in forward and backward. Or a dict
-        with values for "forward", "backward" and "inference" (a forward whose gradients are not
-        recorded); a missing value is 0.
-    strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or
-        "welford". By default the width of a row decides. Ignored on the CPU.
+    launch: a cupynorm.Launch: strategy, tile, statistics, sm_margin. By default the width of a row
+        decides. On the CPU it does not apply.
 
     Returns y of the input's shape in the input's library, or (y, sum) with return_residual. A CuPy
     array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
@@ -167,7 +159,7 @@ def layer_norm(
         out_dtype,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
-        launch_options(strategy, tile, statistics, sm_margin),
+        checked_launch(launch),
         False,  # memory_efficient
     )
     return call(operands, options, return_residual)
@@ -191,11 +183,8 @@ def rms_norm(
     amax: Array | None = None,
     power_of_two: bool = False,
     transpose: bool = False,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
     fuse: Fuse = (),
+    launch: Launch | None = None,
 ) -> Any:
     """Root-mean-square normalisation (Zhang, Sennrich 2019): layer_norm without the mean.
 
@@ -236,7 +225,7 @@ def rms_norm(
         out_dtype,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
-        launch_options(strategy, tile, statistics, sm_margin),
+        checked_launch(launch),
         False,  # memory_efficient
     )
     return call(operands, options, return_residual)
@@ -244,12 +233,12 @@ def rms_norm(
 
 @names_what_was_removed
 def layer_norm_forward(
-    x: Array,
+    input: Array,
+    normalized_shape: int | Sequence[int],
     weight: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
     *,
-    normalized_shape: int | Sequence[int] | None = None,
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
@@ -259,22 +248,17 @@ def layer_norm_forward(
     amax: Array | None = None,
     power_of_two: bool = False,
     transpose: bool = False,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
     fuse: Fuse = (),
+    launch: Launch | None = None,
 ) -> Forward:
     """layer_norm that also returns what backward needs, outside any autograd.
 
     Examples:
-        >>> result = cupynorm.layer_norm_forward(np.array([[1.0, 3.0]]), eps=0.0)
+        >>> result = cupynorm.layer_norm_forward(np.array([[1.0, 3.0]]), 2, eps=0.0)
         >>> result.y, result.mean, result.rstd
         (array([[-1.,  1.]]), array([2.]), array([1.]))
 
-    normalized_shape: by default the shape of weight or bias, or else the last dimension of x.
-
-    x: the input, of any number of dimensions; all other arguments as for layer_norm.
+    All arguments, with their shapes and dtypes, as for layer_norm.
 
     fuse: as for layer_norm, with a seed for those that need one. With functors on x, sum is what
         they make, rounded to the input's dtype, also without a residual.
@@ -283,30 +267,30 @@ def layer_norm_forward(
     Raises as layer_norm.
     """
     operands = ForwardOperands(
-        *(x, weight, bias, residual, out, scale, amax),
+        *(input, weight, bias, residual, out, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
         True,  # centered
-        default_extents(x, weight, bias, normalized_shape),
+        extents_of(normalized_shape),
         eps,
         zero_centered_weight,
         out_dtype,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
-        launch_options(strategy, tile, statistics, sm_margin),
+        checked_launch(launch),
     )
     return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
 
 
 @names_what_was_removed
 def rms_norm_forward(
-    x: Array,
+    input: Array,
+    normalized_shape: int | Sequence[int],
     weight: Array | None = None,
-    bias: Array | None = None,
     eps: float | None = None,
     *,
-    normalized_shape: int | Sequence[int] | None = None,
+    bias: Array | None = None,
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
@@ -316,16 +300,13 @@ def rms_norm_forward(
     amax: Array | None = None,
     power_of_two: bool = False,
     transpose: bool = False,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
     fuse: Fuse = (),
+    launch: Launch | None = None,
 ) -> Forward:
     """rms_norm that also returns what backward needs, outside any autograd.
 
     Examples:
-        >>> cupynorm.rms_norm_forward(np.array([[3.0, 4.0]])).rstd.round(3)
+        >>> cupynorm.rms_norm_forward(np.array([[3.0, 4.0]]), 2).rstd.round(3)
         array([0.283])
 
     eps: as for rms_norm; all other arguments as for layer_norm_forward.
@@ -333,17 +314,17 @@ def rms_norm_forward(
     Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
     operands = ForwardOperands(
-        *(x, weight, bias, residual, out, scale, amax),
+        *(input, weight, bias, residual, out, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
         False,  # centered
-        default_extents(x, weight, bias, normalized_shape),
+        extents_of(normalized_shape),
         eps,
         zero_centered_weight,
         out_dtype,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
-        launch_options(strategy, tile, statistics, sm_margin),
+        checked_launch(launch),
     )
     return explicit_forward(with_checked_options(ForwardRequest(operands, options)))

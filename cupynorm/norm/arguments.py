@@ -23,6 +23,7 @@ from ..plan.dispatch import Plan, make_plan
 from ..plan.instances import Launch
 from ..plan.problem import Layout, Problem
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
+from .launch_choice import planned_with
 from .request import BackwardOptions, ForwardOptions
 
 RowsByName = Mapping[str, Rows]  # by name; an absent tensor has no entry
@@ -208,7 +209,7 @@ def forward_call(
     """kind: "forward" or "inference", whose sm_margin counts."""
     problem = forward_problem(tensors, options, functors)
     x = tensors["x"]
-    plan = make_plan(problem, device, x.num_rows, **options.launch.of(kind)._asdict())
+    plan = make_plan(problem, device, x.num_rows, **planned_with(options.launch, kind))
     # A second launch for y in 8 bits finds the same statistics again. One scale is for all rows,
     # so it begins with the last ones, which may still be in the L2 cache.
     turns = problem.scaling == "tensor" and not (problem.input or functors.load or functors.store)
@@ -313,7 +314,7 @@ def backward_call(
     """dsum without dx has nothing to be added to and is left out of tensors by the caller."""
     problem = backward_problem(tensors, options, compute, functors)
     x, dy = tensors["x"], tensors["dy"]
-    plan = make_plan(problem, device, x.num_rows, **options.launch.of("backward")._asdict())
+    plan = make_plan(problem, device, x.num_rows, **planned_with(options.launch, "backward"))
     sources = [launch.kernel.source for launch in plan.launches]
     in_one = "backward_few.cu" in sources
     sums_up = "backward_parameters.cu" in sources

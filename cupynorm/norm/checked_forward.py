@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 from ..gpu import arrays
+from .launch_choice import of_backward
 from .request import Array, BackwardOptions, ForwardRequest, is_plain
 from .results import Forward
 
@@ -43,8 +44,7 @@ class CheckedForward:
             dbias_dtype=dtype_or_none(operands.bias),
             dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
             applies_load=bool(load) and not self.makes_sum,
-            # A tile belongs to one kernel; a strategy is meant for both directions.
-            launch=options.launch._replace(tile=None),
+            launch=of_backward(options.launch),
         )
         self.backwards: dict[tuple, object] = {}
         # What autograd records.

@@ -27,6 +27,7 @@ from .checks import (
     share_an_address,
 )
 from .functors import PlacedFunctors, key_of, summed, with_seeds
+from .launch_choice import warn_on_host
 from .on_gpu import OnGpu, TensorOrder, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
 from .quantized_tensor import as_quantized_tensor, scale_shape
@@ -97,6 +98,7 @@ def prepare_forward(
                 )
             _check_backward_strategy(checked)
         if arrays.on_host(operands.input):
+            warn_on_host(options.launch)
             prepared = host.HostForward(checked, purpose is FOR_STATISTICS)
         else:
             prepared = PreparedForward(checked, purpose)
@@ -120,7 +122,7 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
     backward."""
     operands, options = request
     x = operands.input
-    if options.launch.strategy is None or arrays.on_host(x):
+    if options.launch is None or options.launch.strategy is None or arrays.on_host(x):
         return
     num_cols = arrays.product(options.extents)
     sum_dtype = dtype_or_none(operands.residual) or dtype_or_none(x)
@@ -305,6 +307,7 @@ def prepare_backward(
         operands = checked.operands
         _check_addresses(operands)
         if arrays.on_host(operands.x):
+            warn_on_host(request.options.launch)
             prepared = host.HostBackward(checked)
         else:
             prepared = PreparedBackward(checked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..plan.functors import Functors
-from ..plan.problem import Tile
+from .launch_choice import Launch
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
 
@@ -18,33 +18,6 @@ def replaced(record: Any, **changes: object) -> Any:
     names = type(record)._fields
     values = [changes.get(name, value) for name, value in zip(names, record)]
     return type(record)(*values)
-
-
-class Margins(NamedTuple):
-    """sm_margin for each kind of call. inference: a forward whose gradients are not recorded."""
-
-    forward: int = 0
-    backward: int = 0
-    inference: int = 0
-
-
-class Options(NamedTuple):
-    """How a kernel is chosen and launched. None of these changes a result beyond rounding."""
-
-    strategy: str | None = None
-    tile: Tile | None = None
-    statistics: str | None = None
-    sm_margin: int | Margins = 0
-
-    def of(self, kind: str) -> Options:
-        """These options with the one margin of a kind of call, a field of Margins."""
-        margin = self.sm_margin
-        return (
-            self._replace(sm_margin=getattr(margin, kind)) if isinstance(margin, Margins) else self
-        )
-
-
-DEFAULTS = Options()
 
 
 class Quantization(NamedTuple):
@@ -86,7 +59,7 @@ class ForwardOptions(NamedTuple):
     out_dtype: Any = None
     round_x_hat: bool = False
     quantization: Quantization | None = None
-    launch: Options = DEFAULTS
+    launch: Launch | None = None
     memory_efficient: bool = False
 
 
@@ -138,7 +111,7 @@ class BackwardOptions(NamedTuple):
     overwrite_dy: bool = False
     functor_gradients: tuple[str, ...] = ()
     applies_load: bool = False
-    launch: Options = DEFAULTS
+    launch: Launch | None = None
 
 
 class BackwardRequest(NamedTuple):

@@ -12,13 +12,12 @@ class Forward(NamedTuple):
 
     Examples:
         >>> x = np.array([[1.0, 3.0]])
-        >>> result = cupynorm.layer_norm_forward(x, residual=x)
+        >>> result = cupynorm.layer_norm_forward(x, 2, residual=x)
         >>> result.sum, result.mean
         (array([[2., 6.]]), array([4.]))
 
     y: of the input's shape and dtype, or of out_dtype; a QuantizedTensor for one of 8 bits.
-    mean, rstd: of the leading shape (the input's without normalized_shape), float32, float64 for a
-        float64 sum. mean is None for rms_norm.
+    mean, rstd: of the leading shape, float32, float64 for a float64 sum. mean is None for rms_norm.
     sum: what was normalised: input + residual in the residual's dtype. Without a residual the input
         itself; with functors on x, what they make, rounded to the input's dtype.
     """
@@ -34,9 +33,9 @@ class Backward(NamedTuple):
 
     Examples:
         >>> x = np.array([[1.0, 3.0]])
-        >>> saved = cupynorm.layer_norm_forward(x, eps=0.0)
+        >>> saved = cupynorm.layer_norm_forward(x, 2, eps=0.0)
         >>> wanted = ("dweight", "dbias")
-        >>> cupynorm.layer_norm_backward(x, x, saved.mean, saved.rstd, gradients=wanted)
+        >>> cupynorm.layer_norm_backward(x, x, 2, saved.mean, saved.rstd, gradients=wanted)
         Backward(dx=None, dweight=array([-1.,  3.]), dbias=array([1., 3.]))
 
     dx: of the shape and dtype of x. It is also the gradient of the residual.
@@ -54,9 +53,9 @@ class FusedBackward(NamedTuple):
 
     Examples:
         >>> x, residual = np.array([[3.0, 4.0]], np.float32), np.array([[0.0, 0.0]])
-        >>> saved = cupynorm.rms_norm_forward(x, residual=residual, eps=0.0)
+        >>> saved = cupynorm.rms_norm_forward(x, 2, residual=residual, eps=0.0)
         >>> dy = np.array([[1.0, 0.0]])
-        >>> result = cupynorm.rms_norm_backward(dy, saved.sum, saved.rstd, dx_dtype="float32")
+        >>> result = cupynorm.rms_norm_backward(dy, saved.sum, 2, saved.rstd, dx_dtype="float32")
         >>> type(result).__name__, result.dx.round(3)
         ('FusedBackward', array([[ 0.181, -0.136]], dtype=float32))
 

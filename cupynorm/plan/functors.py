@@ -123,15 +123,16 @@ def _mentions(lines: str, value: str) -> bool:
 
 def _seed(value: Any, name: str, functor: str) -> Any:
     """A seed as it was given; an int as a signed one of 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        if value is None or hasattr(value, "__dlpack__"):
-            return value
-        raise TypeError(
-            f"{name} of {functor} is {value!r}; expected an int, one element of int64, or None"
-        )
-    if not -(2**63) <= value < 2**64:
-        raise ValueError(f"{name} of {functor} is {value}; expected an int of 64 bits")
-    return (int(value) + 2**63) % 2**64 - 2**63
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        if value >= 2**64 or value < -(2**63):
+            raise ValueError(f"{name} of {functor} is {value}; expected an int of 64 bits")
+        value = value if isinstance(value, int) else int(value)
+        return value - 2**64 if value >= 2**63 else value
+    if value is None or hasattr(value, "__dlpack__"):
+        return value
+    raise TypeError(
+        f"{name} of {functor} is {value!r}; expected an int, one element of int64, or None"
+    )
 
 
 class BoundFunctor(NamedTuple):

@@ -27,6 +27,7 @@ SHIPPED = {
     "rotary": {"cos": in_halves, "sin": in_halves},
     "rotary_interleaved": {"cos": in_pairs, "sin": in_pairs},
     "layer_scale": {"scale": "cols"},
+    "clamp": {"low": -0.5, "high": 0.75},
 }
 
 

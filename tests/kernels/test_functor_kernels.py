@@ -14,7 +14,7 @@ from laid_out import as_numpy, lay_out
 from small_devices import NO_REGISTERS, SMALL
 
 import cupynorm
-from cupynorm import functors
+from cupynorm import Launch, functors
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.functors import FunctorProblem, judge_functor, run_with_functor
 from cupynorm.check.kernels import CpuMachine
@@ -31,7 +31,6 @@ from cupynorm.norm.request import (
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
-    Options,
 )
 from cupynorm.plan.devices import Device
 from cupynorm.plan.problem import Tile
@@ -230,9 +229,9 @@ def test_broadcast_arrays(shape, library):
 
 
 ONE_TILE = {  # of both calls, so that sums have one order
-    64: Options("warp", Tile(4, 16, 1, rows_per_block=4, exact=1)),
-    65: Options("block", Tile(1, 32, 3)),
-    66: Options("uncached", Tile(2, 512)),
+    64: Launch("warp", Tile(4, 16, 1, rows_per_block=4, exact=1)),
+    65: Launch("block", Tile(1, 32, 3)),
+    66: Launch("uncached", Tile(2, 512)),
 }
 
 
@@ -324,11 +323,15 @@ def test_several_functors(num_cols, adds, library):
         *(MIXED(gate, 0.5), SOFT(bias, 0.25), functors.silu_gate(gate2)),
         *(functors.layer_scale(scale), functors.silu_gate(gate)),
     )
-    options = {"normalized_shape": num_cols, "strategy": STRATEGIES[num_cols]}
-    made = cupynorm.layer_norm_forward(x, residual=residual, fuse=fuse, **options)
+    options = {"launch": cupynorm.Launch(STRATEGIES[num_cols])}
+    made = cupynorm.layer_norm_forward(x, num_cols, residual=residual, fuse=fuse, **options)
     wanted = ("dx", "dresidual", "functors")
     back = cupynorm.layer_norm_backward(
-        *(dy, made.sum, made.mean, made.rstd), fuse=fuse, input=x, gradients=wanted, **options
+        *(dy, made.sum, num_cols, made.mean, made.rstd),
+        fuse=fuse,
+        input=x,
+        gradients=wanted,
+        **options,
     )
     given = {name: torch.tensor(each).requires_grad_() for name, each in drawn.items()}
     row = (given["bias"] + torch.tanh(0.25 * given["x"])) * given["scale"]
@@ -359,16 +362,19 @@ def test_a_gradient_that_needs_no_input(num_cols, library):
         for _ in range(2)
     )
     scale = library.asarray(np.exp2(np.arange(6.0)).astype("float32").reshape(3, 2))
-    options = {"normalized_shape": num_cols, "strategy": STRATEGIES[num_cols]}
+    options = {"launch": cupynorm.Launch(STRATEGIES[num_cols])}
     fuse = SHIFTED(scale, 2**40 + 3)
-    made = cupynorm.rms_norm_forward(x, residual=residual, fuse=fuse, **options)
+    made = cupynorm.rms_norm_forward(x, num_cols, residual=residual, fuse=fuse, **options)
     shifts = (2**40 + 3) % 7 * np.arange(6.0).reshape(3, 2, 1)
     right = as_numpy(x) * as_numpy(scale)[..., None] + shifts + as_numpy(residual)
     np.testing.assert_allclose(as_numpy(made.sum), right, rtol=1e-6, atol=1e-6)
     wanted = ("dx", "dresidual")
     seed = library.asarray(np.array([2**40 + 3]))
     back = cupynorm.rms_norm_backward(
-        *(made.y, made.sum, made.rstd), fuse=SHIFTED(scale, seed), gradients=wanted, **options
+        *(made.y, made.sum, num_cols, made.rstd),
+        fuse=SHIFTED(scale, seed),
+        gradients=wanted,
+        **options,
     )
     right = as_numpy(back.dresidual) * as_numpy(scale)[..., None]
     np.testing.assert_array_equal(as_numpy(back.dx), right)

@@ -238,10 +238,10 @@ def what_is_refused(ranks):
         (partial(norm, rows, 8, dropout_p=0.5, **seed), f"dropout_p {given}"),
         (partial(rms, rows, 8, out_dtype="float8_e5m2"), f"an 8-bit out_dtype {given}"),
         (partial(norm, rows, 7), "normalized_shape is (7,), input has shape (2, 8)"),
-        (partial(forward, rows, weight), "input is a DTensor, which has no address"),
-        (partial(forward, x, there), "weight is a DTensor, which has no address"),
+        (partial(forward, rows, 8, weight), "input is a DTensor, which has no address"),
+        (partial(forward, x, 8, there), "weight is a DTensor, which has no address"),
         (
-            partial(backward, x, rows, of_row, of_row, weight),
+            partial(backward, x, rows, 8, of_row, of_row, weight),
             "x is a DTensor, which has no address",
         ),
         (

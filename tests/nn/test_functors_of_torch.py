@@ -84,11 +84,18 @@ def test_some_gradients_of_low_precision():
     torch.testing.assert_close(gate.grad.double(), right, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("call", [sums, rotated])
+def test_second_derivatives(call):
+    """By the functors' texts of torch."""
+    given = [draw(*shape) for shape in CALLS[call]]
+    assert torch.autograd.gradgradcheck(lambda *tensors: first(call(*tensors)), given)
+
+
 @pytest.mark.slow
-def test_compiled():
-    """The call breaks the graph. Results have the bits of eager ones, for any number of rows."""
-    call = sums
-    compiled = torch.compile(call, backend="aot_eager")
+@pytest.mark.parametrize("call", [sums, alone, rotated])
+def test_compiled(call):
+    """One graph, of the functors' texts of torch, for any number of rows."""
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for num_samples in (2, 5):
         shapes = [(num_samples, *shape[1:]) if shape[0] == 2 else shape for shape in CALLS[call]]
         given = [draw(*shape) for shape in shapes]
@@ -99,9 +106,87 @@ def test_compiled():
             gradients = torch.autograd.grad(sum(part.sin().sum() for part in made), given)
             results.append((*made, *gradients))
         for right, got in zip(*results):
-            assert torch.equal(right, got)
-    with torch.no_grad():
-        assert torch.equal(first(compiled(*given)), first(call(*given)))
+            torch.testing.assert_close(right, got)
+
+
+def test_a_functor_without_a_text_of_torch_breaks_the_graph():
+    """The results have the bits of eager calls."""
+    x, gate = (draw(3, 8, requires_grad=False).exp() for _ in range(2))
+    compiled = torch.compile(lambda *given: raised(*given) + 1, backend="eager")
+    assert torch.equal(compiled(x, gate), raised(x, gate) + 1)
+
+
+def test_transformed_and_exported():
+    x, gate, scale = draw(3, 8), draw(3, 8), draw(8)
+
+    def call(x, gate):
+        return cupynorm.rms_norm(x, 8, fuse=(functors.layer_scale(scale), functors.silu_gate(gate)))
+
+    right = call(x, gate)
+    torch.testing.assert_close(torch.func.vmap(call)(x, gate), right)
+    torch.testing.assert_close(torch.func.vmap(lambda gate: call(x[0], gate))(gate)[0], right[0])
+    _, tangent = torch.func.jvp(call, (x, gate), (x, gate))
+    assert torch.isfinite(tangent).all()
+
+    class Module(torch.nn.Module):
+        def forward(self, x, gate):
+            return call(x, gate)
+
+    exported = torch.export.export(Module(), (x, gate)).module()
+    torch.testing.assert_close(exported(x, gate), right)
+
+
+NOISY = cupynorm.functor(
+    "noisy",
+    "x = x * s + C(seed % 5);",
+    arrays=("s",),
+    per_row=("s",),
+    seeds=("seed",),
+    backward="dx = dx * s;",
+    torch=lambda x, s, seed: x * s + (seed % 5).to(x.dtype),
+)
+
+
+def test_seeds_and_an_input_that_backward_does_not_read():
+    """A drawn seed is that of backward, and of rows the sum alone is kept."""
+    x, residual, scale = draw(3, 2, 8), draw(3, 2, 8), draw(3, 2, requires_grad=False)
+    torch.manual_seed(1)
+    y = cupynorm.layer_norm(x, 8, residual=residual, fuse=NOISY(scale))
+    torch.manual_seed(1)
+    again = cupynorm.layer_norm(x, 8, residual=residual, fuse=NOISY(scale, seed=None))
+    assert torch.equal(y, again)
+    saved = [each for each in y.grad_fn.saved_tensors if each is not None]
+    assert [tuple(each.shape) for each in saved if each.ndim == 3] == [(3, 2, 8)]
+    seed = saved[-1]
+    assert seed.dtype == torch.int64 and seed.shape == (1,)
+    other = NOISY(scale, seed.item())
+    assert torch.equal(cupynorm.layer_norm(x, 8, residual=residual, fuse=other), y)
+    given = x, residual
+
+    def call(x, residual, seed=seed):
+        return cupynorm.layer_norm(x, 8, residual=residual, fuse=NOISY(scale, seed))
+
+    assert torch.autograd.gradcheck(call, given) and torch.autograd.gradgradcheck(call, given)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, residual, 7), call(x, residual, 7))
+    assert torch.isfinite(compiled(x, residual, None)).all()
+
+
+def test_the_gradient_of_an_array_per_row():
+    times = cupynorm.functor(
+        "times",
+        "x = x * s;",
+        arrays=("s",),
+        per_row=("s",),
+        backward="ds = dx * x; dx = dx * s;",
+    )
+    given = draw(3, 2, 8), draw(3, 2), draw(3, 2, 8)
+
+    def call(x, scale, residual):
+        return cupynorm.layer_norm(x, 8, residual=residual, fuse=times(scale))
+
+    assert torch.autograd.gradcheck(call, given)
+    assert torch.autograd.gradcheck(lambda x, s: cupynorm.rms_norm(x, 8, fuse=times(s)), given[:2])
 
 
 def first(made):

@@ -70,7 +70,7 @@ def test_the_mask_depends_only_on_seed_row_and_column(strategy, num_cols, kernel
             num_cols,
             residual=residual,
             return_residual=True,
-            strategy=strategy,
+            launch=cupynorm.Launch(strategy),
             fuse=dropout(0.4, seed),
         )
         kept = mask(5, num_cols, p=0.4, seed=seed)

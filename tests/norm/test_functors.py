@@ -284,11 +284,11 @@ def test_seeds():
 def test_an_explicit_forward_is_given_its_seeds():
     x = draw(4, 32)
     with pytest.raises(ValueError, match="dropped.seed is None in an explicit forward or backward"):
-        cupynorm.layer_norm_forward(x, fuse=DROPPED)
-    made = cupynorm.layer_norm_forward(x, fuse=DROPPED(7))
-    back = cupynorm.layer_norm_backward(x, x, made.mean, made.rstd, fuse=DROPPED(seed=7))
+        cupynorm.layer_norm_forward(x, 32, fuse=DROPPED)
+    made = cupynorm.layer_norm_forward(x, 32, fuse=DROPPED(7))
+    back = cupynorm.layer_norm_backward(x, x, 32, made.mean, made.rstd, fuse=DROPPED(seed=7))
     kept = 7 >> np.arange(32) & 1
-    right = cupynorm.layer_norm_backward(x * kept.astype("float32"), x, made.mean, made.rstd)
+    right = cupynorm.layer_norm_backward(x * kept.astype("float32"), x, 32, made.mean, made.rstd)
     np.testing.assert_allclose(back.dx, right.dx, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(back.dbias, right.dbias, rtol=1e-6, atol=1e-6)
 
@@ -309,14 +309,14 @@ def test_an_array_per_row():
 def test_explicit_backward_reads_the_input():
     x, scale = draw(3, 8), draw(8)
     fuse = functors.layer_scale(scale)
-    made = cupynorm.rms_norm_forward(x, fuse=fuse)
+    made = cupynorm.rms_norm_forward(x, 8, fuse=fuse)
     np.testing.assert_array_equal(made.sum, x * scale)
     with pytest.raises(
         TypeError, match="input is None; expected the input of the forward, because"
     ):
-        cupynorm.rms_norm_backward(x, made.sum, made.rstd, fuse=fuse)
+        cupynorm.rms_norm_backward(x, made.sum, 8, made.rstd, fuse=fuse)
     options = {"fuse": fuse, "input": x, "gradients": ("dweight", "functors")}
-    back = cupynorm.rms_norm_backward(x, made.sum, made.rstd, **options)
+    back = cupynorm.rms_norm_backward(x, made.sum, 8, made.rstd, **options)
     assert back.dx is None and back.dbias is None
-    plain = cupynorm.rms_norm_backward(x, made.sum, made.rstd)
+    plain = cupynorm.rms_norm_backward(x, made.sum, 8, made.rstd)
     np.testing.assert_allclose(back.functors[0], (plain.dx * x).sum(0), rtol=1e-5, atol=1e-6)
