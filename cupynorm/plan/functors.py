@@ -426,7 +426,7 @@ def struct_text(functor: Functor, backward: bool = False, position: int = 0) -> 
         takes.append(f"const C {name}")
         gives.append(f"static_cast<C>(number{at})")
     takes += ["const long long row", "const long long col", "const long long num_cols"]
-    gives += ["row", "col + at", "all_cols"]
+    gives += ["row", "(col & -pack_size) | at", "all_cols"]
     takes.append(f"const At& {value}_at")
     gives.append("other")
     arguments = ["long long row", "long long col", "C (&values)[pack_size]"]
