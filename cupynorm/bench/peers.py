@@ -18,6 +18,7 @@ from typing import Any
 from ..check.cases import NORMS
 from ..dtypes import FLOAT8S, compute_dtype
 from ..norm import api
+from ..norm.eight_bits import Quantize
 from ..plan.problem import cols_of_scale
 from .cells import EPS, EXTRAS, OURS, Cell
 from .tensors import Tensors
@@ -52,12 +53,12 @@ def call_of_ours(cell: Cell, tensors: Tensors) -> Callable[..., Any]:
     options: dict[str, Any] = {}
     if tensors.residual is not None:
         options = {"residual": tensors.residual, "return_residual": True}
-    if cell.out_dtype:
-        options["out_dtype"] = cell.out_dtype
     if cell.scale:
-        options["scale"] = tensors.scale if cell.scale == "given" else cell.scale
-    if cell.amax:
-        options["amax"] = tensors.amax
+        of_block = {"group_size": 64} if cell.scale == "block64" else {}
+        scale = tensors.scale if cell.scale == "given" else cell.scale.removesuffix("64")
+        options["out_dtype"] = Quantize(cell.out_dtype, scale, amax=tensors.amax, **of_block)
+    elif cell.out_dtype:
+        options["out_dtype"] = cell.out_dtype
     if cell.zero_centered:
         options["zero_centered_weight"] = True
     x, shape, weight = tensors.x, (cell.num_cols,), tensors.weight

@@ -10,7 +10,7 @@ import numbers
 
 import numpy as np
 
-from ..dtypes import DTYPES, FLOAT8S, compute_dtype
+from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import arrays
 from ..plan.functors import Functors
 from .functors import check_shape
@@ -218,7 +218,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     if options.quantization is not None:
         y_dtype = options.quantization.dtype
     elif options.out_dtype is not None:
-        y_dtype = dtype_name(options.out_dtype, "out_dtype", also=FLOAT8S)
+        y_dtype = dtype_name(options.out_dtype, "out_dtype", also=EIGHT_BITS)
     residual = take_like(given.residual, x, shape, "residual", "input")
     if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
         expected = f"the input's, {dtype}"
@@ -227,12 +227,13 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
     row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
     _check_constant(row_scale, "row_scale")
+    divides = options.quantization is not None and options.quantization.divides
     operands = given._replace(
         input=x,
         residual=residual,
         row_scale=row_scale,
         dropout_seed=_check_seed(given.dropout_seed, x),
-        scale=_scalar(given.scale, "scale", x),
+        scale=_scalar(given.scale, "scale_inv" if divides else "scale", x),
         amax=_scalar(given.amax, "amax", x),
         functors=_take_functors(given.functors, x, extents),
         **parameters,

@@ -139,12 +139,12 @@ _FUSED += ("recomputed", "amax", "load", "store")
 DIRECTIONS = ("forward", "backward")
 NORMS = ("layer_norm", "rms_norm")
 # Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
-SCALINGS = ("given", "tensor", "row", "block")
+SCALINGS = ("given", "tensor", "row", "block", "block64")
 
 
 def cols_of_scale(scaling: str | None, num_cols: int) -> int | None:
     """Columns of a row that share a scale; None if the scale is that of the whole tensor."""
-    return {"row": num_cols, "block": 128}.get(scaling)
+    return {"row": num_cols, "block": 128, "block64": 64}.get(scaling)
 
 
 class OperandLayout(NamedTuple):
