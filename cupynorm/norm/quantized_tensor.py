@@ -165,7 +165,7 @@ def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
     """Each of the data's values in float32 times its factor."""
     factors, shape, block_rows = quantized.scale_inv, tuple(quantized.shape), quantized.block_rows
     if arrays.dtype_name(factors) == "int32":
-        factors = _unpacked(factors)
+        factors = unpacked(factors)
     if block_rows is None:
         return values * factors
     # A row may have several dimensions, all that scale_inv has not: its blocks go through them.
@@ -179,7 +179,7 @@ def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
     return (values.reshape((*leading, num_cols)) * factors).reshape(shape)
 
 
-def _unpacked(packed: Array) -> Array:
+def unpacked(packed: Array) -> Array:
     """float32 scales of the layout "packed". The exponent 0 stands for 2^-127, a subnormal."""
     parts = [(packed >> shift) & 0xFF for shift in (0, 8, 16, 24)]
     bits = [(each << 23) | ((each - 1 >> 31) & 1 << 22) for each in parts]
@@ -218,10 +218,10 @@ def quantize_on_host(
     data = _of_library(data.reshape(shape), name, like)
     if layout == "row":
         scales = quantized.scale_inv.reshape(scale_shape(scaling, leading, num_cols))
+        scale_inv = _of_library(scales, None, like)
     else:
-        scales = fp8.arranged(quantized.scale_inv, layout)
-        scales = scales.reshape(*leading, scales.shape[1])
-    scale_inv = _of_library(scales, None, like)
+        scales = _of_library(fp8.arranged(quantized.scale_inv, layout), None, like)
+        scale_inv = scales.reshape(*leading, scales.shape[1])
     return as_quantized_tensor(quantization, data, scale_inv, transposed, like, num_cols)
 
 

@@ -172,7 +172,7 @@ def ring_share(problem: Problem, tile: Tile) -> float:
 def ring_tile(problem: Problem, device: Device, sizes: tuple[int, ...]) -> Tile | None:
     """The best tile whose ring fits registers and shared memory."""
     # With small packs no warp has all columns of a block that share a scale.
-    split = problem.scaling == "block" and problem.widest_pack * problem.itemsize < 16
+    split = problem.scaling in ("block", "block64") and problem.widest_pack * problem.itemsize < 16
     rings = _rings(problem, device, sizes) if can_ring(problem, device) and not split else ()
     return max(rings, key=lambda tile: _ring_score(problem, tile), default=None)
 

@@ -286,10 +286,10 @@ class Problem:
     @cached_property
     def extras(self) -> frozenset[str]:
         """Words for what is fused with the norm: names of fields, "wide" for
-        parameters of a wider dtype than x, and the scaling."""
+        parameters of a wider dtype than x, and the scaling, "block" for blocks of any width."""
         words = {name for name in _FUSED if getattr(self, name)}
         words |= {"wide"} if self.has_wide_parameters else set()
-        return frozenset(words | ({self.scaling} if self.scaling else set()))
+        return frozenset(words | ({self.scaling.removesuffix("64")} if self.scaling else set()))
 
     @property
     def cols_of_scale(self) -> int | None:
