@@ -66,7 +66,7 @@ FLOAT8S = {
     )
 }
 EIGHT_BITS = FLOAT8S | {
-    "int8": DType("int8", "signed char", 1, "float32", (0, 8), 7, 1.0, 127.0),
+    "int8": DType("int8", "signed char", 1, "float32", (0, 8), 8, 1.0, 127.0),
 }
 ELEMENTS = DTYPES | EIGHT_BITS
 

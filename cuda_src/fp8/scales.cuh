@@ -49,6 +49,15 @@ __device__ __forceinline__ float inverse_of(float scale) {
 __device__ __forceinline__ float inverse_of_any(float scale) {
   return scale >= 0x1p126f ? inverse_of(scale) : __fdiv_rn(1.0f, scale);
 }
+// The same with 0 below 2^-126, and without the registers that a division's special cases take.
+__device__ __forceinline__ float quick_inverse_of(float scale) {
+  const unsigned bits = __float_as_uint(scale), magnitude = bits & 0x7fffffffu;
+  if (magnitude > infinity_bits) return scale;  // NaN
+  const int inverse = quotient_bits(1.0f, magnitude);
+  unsigned result = inverse < 1 << 23 || magnitude == infinity_bits ? 0u : inverse;
+  if (magnitude < 1u << 23) result = infinity_bits;
+  return __uint_as_float(result | (bits & 0x80000000u));
+}
 
 struct ScaleRule {
   long long smallest;      // bits of a float: a smaller amax counts as that
@@ -70,7 +79,7 @@ struct ScaleRule {
   // given: the caller's, or null.
   __device__ __forceinline__ float given_scale(const float* given) const {
     if (given == nullptr) return 1.0f;
-    return divides ? inverse_of_any(*given) : *given;
+    return divides ? quick_inverse_of(*given) : *given;
   }
   __device__ __forceinline__ float given_scale_inv(const float* given) const {
     if (given == nullptr) return 1.0f;

@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 from ..check.cases import NORMS
-from ..dtypes import FLOAT8S, compute_dtype
+from ..dtypes import EIGHT_BITS, compute_dtype
 from ..norm import api
 from ..norm.eight_bits import Quantize
 from ..plan.problem import cols_of_scale
@@ -109,21 +109,22 @@ def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
     import torch
     from torch.nn import functional
 
-    largest = FLOAT8S[cell.y].largest
+    largest = EIGHT_BITS[cell.y].largest
 
-    def as_float8(values: Any) -> Any:
+    def in_8_bits(values: Any) -> Any:
+        values = values.round() if cell.y == "int8" else values
         return values.clamp(-largest, largest).to(getattr(torch, cell.y))
 
     if cell.scale == "given":
         amax = (y.abs().amax().float().reshape(1),) if cell.amax else ()
-        return as_float8(y * scale), 1 / scale, *amax
+        return in_8_bits(y * scale), 1 / scale, *amax
     if cell.scale == "tensor":
         scale_inv = (y.abs().amax() / largest).float().reshape(1)
-        return as_float8(y / scale_inv), scale_inv
+        return in_8_bits(y / scale_inv), scale_inv
     cols = cols_of_scale(cell.scale, cell.num_cols)
     blocks = functional.pad(y, (0, -cell.num_cols % cols)).unflatten(-1, (-1, cols))
     scale_inv = (blocks.abs().amax(-1) / largest).float()
-    return as_float8((blocks / scale_inv[..., None]).flatten(-2)[..., : cell.num_cols]), scale_inv
+    return in_8_bits((blocks / scale_inv[..., None]).flatten(-2)[..., : cell.num_cols]), scale_inv
 
 
 def _torch_compile(cell: Cell, tensors: Tensors) -> Callable:

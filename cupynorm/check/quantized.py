@@ -35,7 +35,7 @@ class How(NamedTuple):
     scaling: str
     amax: bool = False
     power_of_two: bool = False
-    upper_bound: float = np.inf
+    upper_bound: float | None = None
     divides: bool = False
     layout: str = "row"
 
@@ -50,7 +50,7 @@ class How(NamedTuple):
             self.dtype,
             self.scaling,
             self.power_of_two,
-            upper_bound=self.upper_bound,
+            upper_bound=self.upper_bound or np.inf,
             divides=self.divides,
             layout=self.layout,
         )
@@ -118,7 +118,7 @@ def expected(y: np.ndarray, how: How, given: np.float32 | None) -> fp8.Quantized
 
     given: the scale, or what divides y; None: 1.
     """
-    rule = {"power_of_two": how.power_of_two, "upper_bound": how.upper_bound}
+    rule = {"power_of_two": how.power_of_two, "upper_bound": how.upper_bound or np.inf}
     rule |= {} if given is None else {"scale_inv" if how.divides else "scale": given}
     quantized = fp8.quantize_by(how.scaling, y, how.dtype, **rule)
     scale_inv = np.asarray(quantized.scale_inv).reshape(
@@ -205,7 +205,9 @@ def _judge_scales(
     """least, most: the quantised rows of the smallest and of the largest amax that is allowed."""
     low, high = (each.scale_inv.astype(np.float64) for each in (least, most))
     # The scale of an amax of 0 is 1, and near 0 an inverse may be anything down to 0.
-    none = (np.reshape(least.amax, low.shape) == 0) & (np.reshape(most.amax, low.shape) > 0)
+    smallest = np.finfo(np.float32).tiny  # a smaller amax counts as 0
+    none = np.reshape(least.amax, low.shape) < smallest
+    none &= np.reshape(most.amax, low.shape) >= smallest
     low = np.where(none, 0.0, low * (1 - _FEW) - _SMALLEST)
     high = np.where(none & (got == 1), 1.0, high * (1 + _FEW) + _SMALLEST)
     return between(label, "scale_inv", got.astype(np.float64), low, high)
