@@ -74,10 +74,10 @@ def loss_and_gradients(xp, parameters, seen, following):
     samples = xp.arange(len(seen))
     # Forward.
     x = embedding[seen].reshape(len(seen), -1)
-    first = layer_norm_forward(x, weight_1, bias_1)
+    first = layer_norm_forward(x, x.shape[-1], weight_1, bias_1)
     added = first.y @ hidden
     active = xp.maximum(added, 0)
-    second = layer_norm_forward(active, weight_2, bias_2)
+    second = layer_norm_forward(active, active.shape[-1], weight_2, bias_2)
     scores = second.y @ output
     scores -= scores.max(1, keepdims=True)
     shares = xp.exp(scores)
@@ -87,9 +87,11 @@ def loss_and_gradients(xp, parameters, seen, following):
     dscores = shares
     dscores[samples, following] -= 1
     dscores /= len(seen)
-    behind = layer_norm_backward(dscores @ output.T, active, second.mean, second.rstd, weight_2)
+    saved = active, active.shape[-1], second.mean, second.rstd
+    behind = layer_norm_backward(dscores @ output.T, *saved, weight_2)
     dadded = behind.dx * (added > 0)
-    before = layer_norm_backward(dadded @ hidden.T, x, first.mean, first.rstd, weight_1)
+    saved = x, x.shape[-1], first.mean, first.rstd
+    before = layer_norm_backward(dadded @ hidden.T, *saved, weight_1)
     dembedding = xp.zeros_like(embedding)
     xp.add.at(dembedding, seen.reshape(-1), before.dx.reshape(-1, WIDTH))
     return loss, {

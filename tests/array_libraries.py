@@ -88,23 +88,24 @@ def api_results(problem: Problem, lib) -> dict[str, np.ndarray]:
     weight, bias = put("weight", case.dtype("weight")), put("bias", case.dtype("bias"))
     forward = api(case.norm, "forward")(
         x,
+        case.num_cols,
         weight,
-        bias,
-        case.eps,
+        bias=bias,
+        eps=case.eps,
         residual=residual,
         zero_centered_weight=case.zero_centered_weight,
         out_dtype=case.y,
-        strategy=case.strategy,
-        statistics=case.statistics,
+        launch=cupynorm.Launch(case.strategy, statistics=case.statistics),
     )
     statistics = (forward.mean, forward.rstd) if centered else (forward.rstd,)
     backward = api(case.norm, "backward")(
         dy,
         forward.sum,
+        case.num_cols,
         *statistics,
         weight,
         zero_centered_weight=case.zero_centered_weight,
-        strategy=case.strategy,
+        launch=cupynorm.Launch(case.strategy),
         dbias_dtype=case.dtype("bias"),
     )
     results = {"y": forward.y, "rstd": forward.rstd, "dx": backward.dx}

@@ -71,8 +71,8 @@ for name in cupynorm.__all__:
     getattr(cupynorm, name)
 cupynorm.plan(768, device="H200")
 x = numpy.ones((2, 8), "float32")
-made = cupynorm.layer_norm_forward(x)
-cupynorm.layer_norm_backward(x, x, made.mean, made.rstd)
+made = cupynorm.layer_norm_forward(x, x.shape[-1])
+cupynorm.layer_norm_backward(x, x, x.shape[-1], made.mean, made.rstd)
 """)
     assert {"cupynorm", "numpy"} <= brought
     assert brought.isdisjoint(HEAVY)

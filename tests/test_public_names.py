@@ -70,8 +70,27 @@ def test_removed_names_say_what_to_do_instead(name):
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_removed_keywords_say_what_to_write_instead(norm, direction, keyword):
     name = norm + direction
-    with pytest.raises(TypeError, match=rf"^{name} has no {keyword} any more; expected \w.*\w$"):
+    with pytest.raises(TypeError, match=rf"^{name} has no {keyword} any more; expected \w.*[\w)]$"):
         getattr(cupynorm, name)(np.ones((2, 8)), 8, **{keyword: None})
+
+
+@pytest.mark.parametrize(
+    "call, order",
+    [
+        ("layer_norm_forward(x, row, row, 1e-5)", "input, normalized_shape, weight, bias, eps"),
+        ("rms_norm_forward(x, row)", "input, normalized_shape, weight, eps"),
+        ("layer_norm_backward(x, x, row, row, row)", "dy, x, normalized_shape, mean, rstd, weight"),
+        ("layer_norm_backward(x, x, row, row)", "dy, x, normalized_shape, mean, rstd, weight"),
+        ("rms_norm_backward(x, x, row)", "dy, x, normalized_shape, rstd, weight"),
+    ],
+)
+def test_a_call_in_the_order_of_earlier_versions_is_shown_the_order(call, order):
+    sentence = (
+        "normalized_shape is an ndarray; expected an int or a tuple of ints: the order is "
+        f"{call.partition('(')[0]}({order})"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(sentence)}$"):
+        eval(f"cupynorm.{call}", {"cupynorm": cupynorm, "x": np.ones((4, 4)), "row": np.ones(4)})
 
 
 # Statement -> the sentence that says what to write instead.

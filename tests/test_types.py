@@ -29,7 +29,7 @@ model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(64, 64), cupynorm.R
 cupynorm.swap_norms(model).undo()
 strategy: str = cupynorm.plan(4096, device=cupynorm.DEVICES["H200"]).strategy
 ok: bool = cupynorm.check(shapes=[(3, 33)], on="cpu").ok
-statistics = cupynorm.layer_norm_forward(np.ones((2, 8))).mean
+statistics = cupynorm.layer_norm_forward(np.ones((2, 8)), 8).mean
 """
 # Each line is one mistake.
 WRONG = """\

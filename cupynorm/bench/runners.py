@@ -7,6 +7,7 @@ from typing import Any
 
 from ..norm import api
 from ..norm import backward as backwards
+from ..norm.launch_choice import Launch
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.results import Backward, Forward
 from ..plan.problem import Tile
@@ -116,11 +117,12 @@ def _forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
     )
 
 
-def prepare_ours(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
+def prepare_ours(cell: Cell, tensors: Tensors, **chosen: Any) -> Runner:
     """cupynorm on CuPy arrays, without torch.
 
-    options: strategy and tile of the direction that is timed.
+    chosen: strategy and tile of the direction that is timed.
     """
+    options = {"launch": Launch(**chosen)} if chosen else {}
     if cell.direction == "forward":
         return _forward_alone(cell, tensors, **options)
     centered = cell.norm == "layer_norm"
@@ -133,11 +135,12 @@ def prepare_ours(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
     backward_options = {"dsum": tensors.dsum, "gradients": gradients, **options}
 
     def forward() -> Forward:
-        return run_forward(x, weight, tensors.bias, EPS, **forward_options, **zero_centered)
+        shape, parameters = weight.shape, {"weight": weight, "bias": tensors.bias}
+        return run_forward(x, shape, **parameters, eps=EPS, **forward_options, **zero_centered)
 
     def backward(saved: Forward) -> Backward:
         statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
-        operands = (tensors.dy, saved.sum, *statistics, weight)
+        operands = (tensors.dy, saved.sum, weight.shape, *statistics, weight)
         return run_backward(*operands, **backward_options, **zero_centered)
 
     def results(outputs: Forward) -> dict[str, Any]:

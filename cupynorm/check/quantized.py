@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import compute_dtype, decode
+from ..norm.launch_choice import Launch
 from ..norm.quantized_tensor import scale_memory, scale_shape, unpacked
-from ..norm.request import Options, Quantization
+from ..norm.request import Quantization
 from ..plan.dispatch import Plan
 from ..plan.problem import cols_of_scale
 from ..reference import fp8
@@ -89,7 +90,7 @@ def launch_8_bits(
     tensors.write("amax", np.zeros(amaxes, np.float32))
     if how.scaling == "given":
         tensors.put("scale", np.full(1, how.given, np.float64), "float32")
-    options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
+    options = Launch(case.strategy, case.tile, case.statistics, case.sm_margin)
     plan = run_forward(problem, tensors, options, how.quantization, amax=how.amax)
     return tensors, plan
 
@@ -107,7 +108,7 @@ def run_quantized(
     case = problem.case
     outputs, plan = run_8_bits(problem, how, where, layouts)
     plain = tensors_of(where, layouts)
-    options = Options(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
+    options = Launch(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
     run_forward(problem, plain, options, y_dtype=compute_dtype(case.sum).name)
     return outputs, plain.raw()
 

@@ -11,7 +11,8 @@ import numpy as np
 from ..dtypes import DTYPES, compute_dtype, decode, encode
 from ..gpu.arrays import Rows
 from ..norm.arguments import Call, backward_call, forward_call
-from ..norm.request import BackwardOptions, ForwardOptions, Options, Quantization
+from ..norm.launch_choice import Launch, of_backward
+from ..norm.request import BackwardOptions, ForwardOptions, Quantization
 from ..plan.dispatch import Plan
 from .cases import Problem
 from .kernels import Machine
@@ -178,17 +179,17 @@ def launch_kernels(
     """As run_kernels, without waiting for results."""
     case = problem.case
     tensors = tensors_of(where, layouts)
-    launch_options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
-    run_forward(problem, tensors, launch_options)
+    launch = Launch(case.strategy, case.tile, case.statistics, case.sm_margin)
+    run_forward(problem, tensors, launch)
     if not forward_only:
-        _run_backward(problem, tensors, launch_options._replace(tile=None))
+        _run_backward(problem, tensors, of_backward(launch))
     return tensors
 
 
 def run_forward(
     problem: Problem,
     tensors: Tensors,
-    launch_options: Options,
+    launch: Launch,
     quantization: Quantization | None = None,
     *,
     y_dtype: str | None = None,
@@ -222,7 +223,7 @@ def run_forward(
         dropout_p=case.dropout_p,
         round_x_hat=case.round_x_hat,
         quantization=quantization,
-        launch=launch_options,
+        launch=launch,
     )
     read = ("x", "weight", "bias", "residual", "row_scale")
     planned = tensors.some(*read, "sum", "y", *["amax"] * amax)
@@ -233,14 +234,14 @@ def run_forward(
     return call.plan
 
 
-def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -> None:
+def _run_backward(problem: Problem, tensors: Tensors, launch: Launch) -> None:
     case, shape = problem.case, problem.x.shape
     compute = compute_dtype(case.sum).name
     options = BackwardOptions(
         case.norm == "layer_norm",
         shape[1:],
         case.zero_centered_weight,
-        launch=launch_options,
+        launch=launch,
     )
     statistics = tensors.some("mean", "rstd")
     operands = tensors.some(x="sum" if "sum" in tensors.rows else "x")

@@ -25,7 +25,7 @@ from ..dtypes import decode, encode
 from ..gpu import nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..gpu.source_files import source_files
-from ..norm.options import launch_options
+from ..norm.launch_choice import tile_of
 from ..norm.plans import plan
 from ..plan.devices import DEVICES
 from ..plan.dispatch import Plan
@@ -172,7 +172,7 @@ def experiment(
     where = kernels.machine(on)
     on_gpu = where.on == "gpu"
     folder = changed_sources(changes)
-    tile = launch_options(strategy, tile, statistics, 0).tile
+    tile = tile_of(tile)
     options = {"strategy": strategy, "statistics": statistics}
     device = where.device if on_gpu else DEVICES["H200"]
     if input is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..gpu.arrays import type_in_words
 from ..nn.dtypes import product_dtype
 from . import function
-from .call import LinearCall, LinearOptions, Operands, is_fused, launch_options
+from .call import LinearCall, LinearOptions, Operands, is_fused, launch_of
 
 
 def layer_norm_linear(
@@ -80,7 +80,7 @@ def layer_norm_linear(
         return_normalized,
         save_normalized and not is_fused(fused),
         fused,
-        launch_options(sm_margin),
+        launch_of(sm_margin),
         product_dtype(input),
     )
     return _call(LinearCall(operands, options), return_residual)
@@ -126,7 +126,7 @@ def rms_norm_linear(
         return_normalized,
         save_normalized and not is_fused(fused),
         fused,
-        launch_options(sm_margin),
+        launch_of(sm_margin),
         product_dtype(input),
     )
     return _call(LinearCall(operands, options), return_residual)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from ..dtypes import DTYPES
 from ..gpu import arrays
-from ..norm import checks, options
-from ..norm.request import Array, Options
+from ..norm import checks
+from ..norm.launch_choice import Launch
+from ..norm.request import Array
 
 FUSED = (None, "plain", "kernel")
 
@@ -71,7 +72,7 @@ def all_of(operands: Operands) -> tuple[Array | None, ...]:
 class LinearOptions(NamedTuple):
     """What a call depends on besides its operands.
 
-    eps: None for RMSNorm's default. fused: one of FUSED. launch: strategy, margins of the norm.
+    eps: None for RMSNorm's default. fused: one of FUSED. launch: of the norm.
     dtype: of the products, of y and of the normalised tensor.
     has_norm: False for a linear layer alone. Its input counts as normalised.
     """
@@ -82,7 +83,7 @@ class LinearOptions(NamedTuple):
     return_normalized: bool
     save_normalized: bool
     fused: str | None
-    launch: Options
+    launch: Launch | None
     dtype: Any = None
     has_norm: bool = True
 
@@ -97,9 +98,10 @@ class LinearCall(NamedTuple):
 # Checks.
 
 
-def launch_options(sm_margin: int | Mapping[str, int]) -> Options:
-    """The norm's launch options. Raises ValueError or TypeError for an invalid sm_margin."""
-    return options.launch_options(None, None, None, sm_margin)
+def launch_of(sm_margin: int | Mapping[str, int]) -> Launch | None:
+    """The norm's launch. Raises ValueError or TypeError for an invalid sm_margin."""
+    launch = Launch(sm_margin=sm_margin)
+    return launch if launch.sm_margin else None
 
 
 def check_eps(eps: object, dtype: str, *, centered: bool) -> float:

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..gpu import launch
 from ..nn import modes, wrapped
 from ..nn.dtypes import arithmetic, name_of
+from ..norm.launch_choice import margin_of
 from ..norm.prepared import FOR_STATISTICS
-from ..norm.request import DEFAULTS
 from ..plan import product_choice, products
 from ..plan.products import NormLinearProblem
 from . import compute, one_kernel
@@ -40,7 +40,7 @@ def takes(call: LinearCall) -> bool:
     if x.dtype != options.dtype or any(each.dtype != x.dtype for each in weights):
         return False
     names = [None if each is None else name_of(each.dtype) for each in (x, norm_weight, norm_bias)]
-    margins = (options.launch.of(kind).sm_margin for kind in ("forward", "inference"))
+    margins = (margin_of(options.launch, kind) for kind in ("forward", "inference"))
     sizes = x.numel() // x.shape[-1], x.shape[-1], sum(each.shape[0] for each in weights)
     flags = options.centered, options.zero_centered_weight
     return _is_chosen(x.get_device(), (*sizes, *names, *flags), options.fused, max(margins))
@@ -93,7 +93,7 @@ def norm_linear(
     biases = [] if bias is None else [bias]
     operands = Operands(x, None, norm_weight, norm_bias, [weight], biases)
     options = LinearOptions(
-        centered, eps, zero_centered_weight, False, False, "kernel", DEFAULTS, x.dtype
+        centered, eps, zero_centered_weight, False, False, "kernel", None, x.dtype
     )
     y, _, mean, rstd, _ = compute.forward(
         LinearCall(operands, options), weight, bias, FOR_STATISTICS

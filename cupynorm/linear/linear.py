@@ -9,13 +9,11 @@ from torch.nn import functional
 from ..nn import autocast, fp8, modes
 from ..nn.dtypes import product_dtype
 from ..norm.quantized_tensor import QuantizedTensor
-from .call import LinearCall, LinearOptions, Operands, launch_options
+from .call import LinearCall, LinearOptions, Operands
 from .function import normalize_and_project
 from .layer import LinearLayer
 from .quantizers import as_matrix, fits
 from .weight_gradients import WeightGradientSink
-
-_LAUNCH = launch_options(0)
 
 
 class Linear(LinearLayer, torch.nn.Linear):
@@ -104,7 +102,7 @@ class Linear(LinearLayer, torch.nn.Linear):
             return_normalized=False,
             save_normalized=True,
             fused=None,
-            launch=_LAUNCH,
+            launch=None,
             dtype=dtype,
             has_norm=False,
         )

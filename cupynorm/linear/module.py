@@ -31,7 +31,7 @@ from .call import (
     check_fused,
     has_no_normalized,
     is_fused,
-    launch_options,
+    launch_of,
 )
 from .function import normalize_and_project
 from .layer import LinearLayer
@@ -147,7 +147,7 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
     ) -> None:
         arguments = locals()
         _check_choices(arguments)
-        launch_options(sm_margin)
+        launch_of(sm_margin)
         check_eps(eps, "float32", centered=normalization == "LayerNorm")
         _check_features(in_features=in_features, out_features=out_features)
         super().__init__()
@@ -232,7 +232,7 @@ class OneRankLayerNormLinear(LinearLayer, NormLinearParameters):
             self.return_layernorm_output,
             self.save_normalized and not is_fused(self.fused),
             self.fused,
-            launch_options(self.sm_margin),
+            launch_of(self.sm_margin),
             dtype,
         )
 

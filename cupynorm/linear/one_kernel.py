@@ -29,6 +29,7 @@ from torch import Tensor
 from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
+from ..norm.launch_choice import margin_of
 from ..plan import product_choice, products
 from ..plan.products import NormLinearProblem
 from . import few_rows
@@ -97,7 +98,7 @@ def why_not_by_default(call: LinearCall) -> str | None:
         options.zero_centered_weight,
     )
     device, has_residual = launch.device(x.get_device()), residual is not None
-    sm_margin = max(options.launch.of(kind).sm_margin for kind in ("forward", "inference"))
+    sm_margin = max(margin_of(options.launch, kind) for kind in ("forward", "inference"))
     choice = product_choice.choose(device, problem, residual=has_residual, sm_margin=sm_margin)
     return why_not(call) if choice.takes_kernel else choice.reason
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..gpu import arrays
-from ..norm.options import launch_options, with_checked_options
+from ..norm.launch_choice import Launch
+from ..norm.options import with_checked_options
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
 from . import amaxes, autocast, fp8, wrapped
@@ -41,7 +42,7 @@ class Fp8Norm(torch.nn.Module):
     round_x_hat: bool
     memory_efficient: bool
     fp8_state: bool = False
-    sm_margin: int | Mapping[str, int]
+    launch: Launch | None = None
     _fp8_scales: fp8.Scales | None = None
 
     def _begin_fp8(self) -> None:
@@ -150,7 +151,7 @@ class Fp8Norm(torch.nn.Module):
             round_x_hat=self.round_x_hat,
             memory_efficient=self.memory_efficient,
             quantization=quantization,
-            launch=launch_options(None, None, None, self.sm_margin),
+            launch=self.launch,
             **options,
         )
         request = with_checked_options(ForwardRequest(norm_operands, norm_options))

@@ -6,7 +6,7 @@ cupynorm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch.fx import Proxy
 from ..norm import route
 from ..norm.api import layer_norm, rms_norm
 from ..norm.functors import bind_functors
-from ..norm.options import check_dropout_p, check_sm_margin, extents_of, launch_options
+from ..norm.launch_choice import Launch, checked_launch
+from ..norm.options import check_dropout_p, extents_of, names_what_was_removed
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions
-from ..plan.functors import BoundFunctor, Functor
+from ..plan.functors import Fuse
 from .fp8_norm import Fp8Norm
 from .modes import run_untraced
 from .second_names import either
@@ -33,7 +34,7 @@ torch.fx.wrap("_keeping_y")
 # Keywords beyond torch.nn's, with their defaults.
 EXTRAS = {
     "zero_centered_gamma": False,
-    "sm_margin": 0,
+    "launch": None,
     "sequence_parallel": None,
     "round_x_hat": False,
     "memory_efficient": False,
@@ -53,7 +54,7 @@ class Norm(Fp8Norm):
         """
         for name, value in zip(EXTRAS, values, strict=True):
             setattr(self, name, value)
-        check_sm_margin(self.sm_margin)
+        checked_launch(self.launch)
         self._begin_fp8()
 
     def reset_parameters(self) -> None:
@@ -96,8 +97,7 @@ class Norm(Fp8Norm):
         dropout_p: float = 0.0,
         dropout_seed: int | torch.Tensor | None = None,
         fp8_output: bool = False,
-        load: Functor | BoundFunctor | None = None,
-        store: Functor | BoundFunctor | None = None,
+        fuse: Fuse = (),
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
         if not self.training:
             dropout_p = _without_dropout(dropout_p)
@@ -107,7 +107,7 @@ class Norm(Fp8Norm):
             operands = {
                 "row_scale": row_scale,
                 "dropout_seed": dropout_seed,
-                "functors": None if load is None and store is None else bind_functors(load, store),
+                "functors": bind_functors(fuse),
             }
             options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
             call = run_untraced(self._forward_in_fp8)
@@ -128,9 +128,9 @@ class Norm(Fp8Norm):
                 "residual_dtype": residual_dtype,
                 "dropout_p": dropout_p,
                 "round_x_hat": self.round_x_hat,
+                "launch": self.launch,
             }
-            functors = load, store
-            return _keeping_y(input, operands, options, self.sm_margin, functors, return_residual)
+            return _keeping_y(input, operands, options, fuse, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -142,14 +142,13 @@ class Norm(Fp8Norm):
             residual=residual,
             return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma,
-            sm_margin=self.sm_margin,
             residual_dtype=residual_dtype,
             row_scale=row_scale,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
             round_x_hat=self.round_x_hat,
-            load=load,
-            store=store,
+            fuse=fuse,
+            launch=self.launch,
         )
 
     def __setstate__(self, state: dict) -> None:
@@ -179,10 +178,9 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's. weight and bias have
         shape normalized_shape.
 
-    By keyword only, with TransformerEngine's spelling:
+    By keyword only:
     zero_centered_gamma: multiply by 1 + weight; weight is initialised to 0.
-    sm_margin: an int, or a dict of "forward", "backward" and "inference", as for
-        cupynorm.layer_norm.
+    launch: a cupynorm.Launch; TransformerEngine's sm_margin is Launch(sm_margin=...).
     sequence_parallel: unless None, parameters get it as an attribute of that name, for frameworks
         that reduce their gradients.
     round_x_hat: as for cupynorm.layer_norm.
@@ -192,14 +190,14 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         smaller than t counts as t with its sign; t is half a unit in the last place of 1 in y's
         dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Besides float
         arithmetic, x_hat is then off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1
-        - |weight| / t). It goes with neither fp8_output nor load nor store.
+        - |weight| / t). It goes with neither fp8_output nor fuse.
     fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
     returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
-    CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed,
-    load and store are as for cupynorm.layer_norm; elements are dropped only in training mode.
+    CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed
+    and fuse are as for cupynorm.layer_norm; elements are dropped only in training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
@@ -228,6 +226,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
 
     _centered = True
 
+    @names_what_was_removed
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -238,7 +237,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         dtype: torch.dtype | None = None,
         *,
         zero_centered_gamma: bool = False,
-        sm_margin: int | Mapping[str, int] = 0,
+        launch: Launch | None = None,
         sequence_parallel: bool | None = None,
         round_x_hat: bool = False,
         memory_efficient: bool = False,
@@ -249,7 +248,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         _check_order(elementwise_affine=elementwise_affine, bias=bias, device=device)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         numerics = round_x_hat, memory_efficient, fp8_state
-        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
+        self._set_extras(zero_centered_gamma, launch, sequence_parallel, *numerics)
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
 
@@ -270,6 +269,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
 
     _centered = False
 
+    @names_what_was_removed
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -279,7 +279,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         zero_centered_gamma: bool = False,
-        sm_margin: int | Mapping[str, int] = 0,
+        launch: Launch | None = None,
         sequence_parallel: bool | None = None,
         round_x_hat: bool = False,
         memory_efficient: bool = False,
@@ -290,7 +290,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         _check_order(elementwise_affine=elementwise_affine, device=device)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         numerics = round_x_hat, memory_efficient, fp8_state
-        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
+        self._set_extras(zero_centered_gamma, launch, sequence_parallel, *numerics)
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 
@@ -315,17 +315,13 @@ def _keeping_y(
     input: torch.Tensor,
     operands: dict[str, Any],
     options: dict[str, Any],
-    sm_margin: int | Mapping[str, int],
-    functors: tuple,
+    fuse: Fuse,
     return_residual: bool,
 ) -> Any:
     """The norm, of which autograd keeps y and not the normalised row."""
-    bound = None if functors == (None, None) else bind_functors(*functors)
     return route.call(
-        ForwardOperands(input, functors=bound, **operands),
-        ForwardOptions(
-            launch=launch_options(None, None, None, sm_margin), memory_efficient=True, **options
-        ),
+        ForwardOperands(input, functors=bind_functors(fuse), **operands),
+        ForwardOptions(memory_efficient=True, **options),
         return_residual,
     )
 

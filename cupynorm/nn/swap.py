@@ -16,8 +16,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..gpu.arrays import type_in_words
+from ..norm.launch_choice import Launch, Margins
 from ..norm.options import extents_of
-from ..norm.request import Margins
 from ..table import as_html, as_text
 from .modules import LayerNorm, Norm, RMSNorm
 from .probe import Formula, eps_of, normalized_input, parameters_of, probe
@@ -302,7 +302,7 @@ def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Mod
         formula, own_names, rounds, remark = found
     extras = {"zero_centered_gamma": formula.zero_centered, "round_x_hat": rounds}
     if package == "transformer_engine":
-        extras["sm_margin"] = _margins_of(module)
+        extras["launch"] = _launch_of(module)
         extras["sequence_parallel"] = getattr(module, "sequence_parallel", None)
     if package == "apex":
         extras["memory_efficient"] = getattr(module, "memory_efficient", False)
@@ -327,12 +327,12 @@ def _hand_over(module: torch.nn.Module, other: torch.nn.Module) -> None:
     other.training = module.training
 
 
-def _margins_of(module: torch.nn.Module) -> int | dict[str, int]:
+def _launch_of(module: torch.nn.Module) -> Launch | None:
     """TransformerEngine's margins. Its releases spell the keys differently: forward, fwd."""
     kinds = {kind[0]: kind for kind in Margins._fields}
     by_key = getattr(module, "_sm_margins", {})
     margins = {kinds[key[0]]: margin for key, margin in by_key.items()}
-    return margins if any(margins.values()) else 0
+    return Launch(sm_margin=margins) if any(margins.values()) else None
 
 
 def _shape(module: torch.nn.Module) -> tuple[int, ...]:

@@ -6,17 +6,15 @@ lists the steps from here to the launch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..plan.functors import BoundFunctor, Functor
-from ..plan.problem import Tile
+from ..plan.functors import Fuse
 from .eight_bits import parts_of
 from .functors import bind_functors
+from .launch_choice import Launch, checked_launch
 from .options import (
-    default_extents,
     extents_of,
-    launch_options,
     names_what_was_removed,
     with_checked_options,
 )
@@ -43,12 +41,8 @@ def layer_norm(
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
-    load: Functor | BoundFunctor | None = None,
-    store: Functor | BoundFunctor | None = None,
+    fuse: Fuse = (),
+    launch: Launch | None = None,
 ) -> Any:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
 
@@ -102,27 +96,22 @@ def layer_norm(
         Gradients flow through its dequantize(), as if nothing had been rounded. out goes not with
         it.
 
-    A user's own functor (cupynorm.functor), fused into the kernel; docs/functors.md:
-
-    store: applied to y, after weight and bias, before y is rounded.
-    load: applied to the input before anything else. Its result is normalised as it is, in the
-        compute type, unless a residual, row_scale, dropout_p or another residual_dtype makes a sum,
-        which is rounded. return_residual needs a residual. Neither goes with an 8-bit y or
-        round_x_hat.
+    fuse: functors (cupynorm.functors, cupynorm.functor; docs/functors.md) in a tuple, or one alone.
+        Those on x apply to the input in their order, before the residual is added. Their result is
+        normalised as it is, in the compute type, unless a residual makes a sum, which is rounded.
+        Those on y apply after weight and bias, before y is rounded. return_residual then needs a
+        residual. They go with neither an 8-bit y nor round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
-    sm_margin: multiprocessors to leave free for other kernels, in forward and backward. Or a dict
-        with values for "forward", "backward" and "inference" (a forward whose gradients are not
-        recorded); a missing value is 0.
-    strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or
-        "welford". By default the width of a row decides. Ignored on the CPU.
+    launch: a cupynorm.Launch: strategy, tile, statistics, sm_margin. By default the width of a row
+        decides. On the CPU it does not apply.
 
     Returns y of the input's shape in the input's library, or (y, sum) with return_residual. A CuPy
     array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
     in input, weight, bias and residual. NumPy arrays and CPU tensors are computed by the float64
     reference and rounded once (differentiable for torch). What torch compiles, exports, transforms
-    or differentiates twice is computed by its own operations, without out, load and store. Under
+    or differentiates twice is computed by its own operations, without out. Under
     CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
@@ -137,7 +126,7 @@ def layer_norm(
     For a torch DTensor y is placed as the input; so are residual and row_scale, also DTensors.
     weight and bias are DTensors, or plain tensors that are the same on every rank. Rows that are
     split between ranks are gathered first, and y is whole on each rank. out, dropout_p, an 8-bit
-    out_dtype, load and store take no DTensor.
+    out_dtype and fuse take no DTensor.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
@@ -145,8 +134,8 @@ def layer_norm(
     """
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     functors = None
-    if load is not None or store is not None:
-        functors = bind_functors(load, store, return_residual, residual)
+    if fuse.__class__ is not tuple or fuse:
+        functors = bind_functors(fuse, return_residual, residual)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
@@ -170,7 +159,7 @@ def layer_norm(
         dropout_p,
         round_x_hat,
         quantization,
-        launch_options(strategy, tile, statistics, sm_margin),
+        checked_launch(launch),
         False,  # memory_efficient
     )
     return call(operands, options, return_residual)
@@ -194,12 +183,8 @@ def rms_norm(
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
-    load: Functor | BoundFunctor | None = None,
-    store: Functor | BoundFunctor | None = None,
+    fuse: Fuse = (),
+    launch: Launch | None = None,
 ) -> Any:
     """Root-mean-square normalisation (Zhang, Sennrich 2019): layer_norm without the mean.
 
@@ -220,8 +205,8 @@ def rms_norm(
     """
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     functors = None
-    if load is not None or store is not None:
-        functors = bind_functors(load, store, return_residual, residual)
+    if fuse.__class__ is not tuple or fuse:
+        functors = bind_functors(fuse, return_residual, residual)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
@@ -245,7 +230,7 @@ def rms_norm(
         dropout_p,
         round_x_hat,
         quantization,
-        launch_options(strategy, tile, statistics, sm_margin),
+        checked_launch(launch),
         False,  # memory_efficient
     )
     return call(operands, options, return_residual)
@@ -253,12 +238,12 @@ def rms_norm(
 
 @names_what_was_removed
 def layer_norm_forward(
-    x: Array,
+    input: Array,
+    normalized_shape: int | Sequence[int],
     weight: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
     *,
-    normalized_shape: int | Sequence[int] | None = None,
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
@@ -268,31 +253,33 @@ def layer_norm_forward(
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
+    fuse: Fuse = (),
+    launch: Launch | None = None,
 ) -> Forward | FusedForward:
     """layer_norm that also returns what backward needs, outside any autograd.
 
     Examples:
-        >>> result = cupynorm.layer_norm_forward(np.array([[1.0, 3.0]]), eps=0.0)
+        >>> result = cupynorm.layer_norm_forward(np.array([[1.0, 3.0]]), 2, eps=0.0)
         >>> result.y, result.mean, result.rstd
         (array([[-1.,  1.]]), array([2.]), array([1.]))
 
-    normalized_shape: by default the shape of weight or bias, or else the last dimension of x.
+    All arguments, with their shapes and dtypes, as for layer_norm.
 
-    x: the input, of any number of dimensions; all other arguments as for layer_norm.
+    fuse: as for layer_norm, with a seed for those that need one. With functors on x, sum is what
+        they make, rounded to the input's dtype, also without a residual.
 
     Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
-    dropout_p, round_x_hat or an 8-bit out_dtype; the two say shapes and dtypes.
+    dropout_p, round_x_hat, fuse or an 8-bit out_dtype; the two say shapes and dtypes.
     Raises as layer_norm.
     """
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    operands = ForwardOperands(x, weight, bias, residual, out, row_scale, dropout_seed, scale, amax)
+    operands = ForwardOperands(
+        *(input, weight, bias, residual, out, row_scale, dropout_seed, scale, amax),
+        bind_functors(fuse),
+    )
     options = ForwardOptions(
         True,  # centered
-        default_extents(x, weight, bias, normalized_shape),
+        extents_of(normalized_shape),
         eps,
         zero_centered_weight,
         out_dtype,
@@ -300,19 +287,19 @@ def layer_norm_forward(
         dropout_p,
         round_x_hat,
         quantization,
-        launch_options(strategy, tile, statistics, sm_margin),
+        checked_launch(launch),
     )
     return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
 
 
 @names_what_was_removed
 def rms_norm_forward(
-    x: Array,
+    input: Array,
+    normalized_shape: int | Sequence[int],
     weight: Array | None = None,
-    bias: Array | None = None,
     eps: float | None = None,
     *,
-    normalized_shape: int | Sequence[int] | None = None,
+    bias: Array | None = None,
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
@@ -322,15 +309,13 @@ def rms_norm_forward(
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
+    fuse: Fuse = (),
+    launch: Launch | None = None,
 ) -> Forward | FusedForward:
     """rms_norm that also returns what backward needs, outside any autograd.
 
     Examples:
-        >>> cupynorm.rms_norm_forward(np.array([[3.0, 4.0]])).rstd.round(3)
+        >>> cupynorm.rms_norm_forward(np.array([[3.0, 4.0]]), 2).rstd.round(3)
         array([0.283])
 
     eps: as for rms_norm; all other arguments as for layer_norm_forward.
@@ -338,10 +323,13 @@ def rms_norm_forward(
     Returns Forward(y, None, rstd, sum), or a FusedForward, as layer_norm_forward, and raises as it.
     """
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    operands = ForwardOperands(x, weight, bias, residual, out, row_scale, dropout_seed, scale, amax)
+    operands = ForwardOperands(
+        *(input, weight, bias, residual, out, row_scale, dropout_seed, scale, amax),
+        bind_functors(fuse),
+    )
     options = ForwardOptions(
         False,  # centered
-        default_extents(x, weight, bias, normalized_shape),
+        extents_of(normalized_shape),
         eps,
         zero_centered_weight,
         out_dtype,
@@ -349,6 +337,6 @@ def rms_norm_forward(
         dropout_p,
         round_x_hat,
         quantization,
-        launch_options(strategy, tile, statistics, sm_margin),
+        checked_launch(launch),
     )
     return explicit_forward(with_checked_options(ForwardRequest(operands, options)))

@@ -5,11 +5,13 @@ Each function builds a request (request.py) and passes it to route.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..plan.problem import Tile
-from .options import default_extents, gradient_names, launch_options, names_what_was_removed
+from ..plan.functors import Fuse
+from .functors import bind_functors
+from .launch_choice import Launch, checked_launch
+from .options import extents_of, gradient_names, names_what_was_removed
 from .request import Array, BackwardOperands, BackwardOptions, BackwardRequest
 from .results import Backward, FusedBackward
 from .route import explicit_backward
@@ -19,11 +21,11 @@ from .route import explicit_backward
 def layer_norm_backward(
     dy: Array,
     x: Array,
+    normalized_shape: int | Sequence[int],
     mean: Array,
     rstd: Array,
     weight: Array | None = None,
     *,
-    normalized_shape: int | Sequence[int] | None = None,
     zero_centered_weight: bool = False,
     dsum: Array | None = None,
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
@@ -34,15 +36,16 @@ def layer_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
+    fuse: Fuse = (),
+    input: Array | None = None,
+    bias: Array | None = None,
+    launch: Launch | None = None,
 ) -> Backward | FusedBackward:
     """Gradients of layer_norm at x (derivation: cupynorm.reference.layer_norm).
 
     Examples:
-        >>> result = cupynorm.layer_norm_forward(x := np.array([[1.0, 2.0, 6.0]]))
-        >>> cupynorm.layer_norm_backward(x, x, result.mean, result.rstd).dweight.round(3)
+        >>> result = cupynorm.layer_norm_forward(x := np.array([[1.0, 2.0, 6.0]]), 3)
+        >>> cupynorm.layer_norm_backward(x, x, 3, result.mean, result.rstd).dweight.round(3)
         array([-0.926, -0.926,  8.332])
 
     dy: gradient of y, of x's shape, in any of the four dtypes.
@@ -57,19 +60,26 @@ def layer_norm_backward(
 
     row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
-    With any of these, or "dresidual" among the gradients, a FusedBackward is returned. One kernel
-    writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
+    With any of these, fuse, or "dresidual" among the gradients, a FusedBackward is returned. One
+    kernel writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
 
-    normalized_shape, zero_centered_weight, sm_margin, strategy, tile: as for layer_norm.
+    fuse: as in the forward, with the same seeds. bias: the forward's, for functors on y. input:
+        the forward's, for functors on x whose backward lines read x. With "functors" among the
+        gradients, FusedBackward.functors has those of their arrays.
+
+    normalized_shape, zero_centered_weight, launch: as for layer_norm.
 
     Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). Sums over rows are
     computed in float32 (float64 for float64) in a fixed order: they repeat to the bit. Raises as
     layer_norm.
     """
-    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, dropout_seed)
+    operands = BackwardOperands(
+        *(dy, x, mean, rstd, weight, dsum, bias, row_scale, dropout_seed),
+        *(input, bind_functors(fuse)),
+    )
     options = BackwardOptions(
         True,
-        default_extents(x, weight, None, normalized_shape),
+        extents_of(normalized_shape),
         zero_centered_weight,
         gradient_names(gradients),
         dx_dtype,
@@ -77,7 +87,7 @@ def layer_norm_backward(
         dbias_dtype,
         dresidual_dtype,
         dropout_p,
-        launch=launch_options(strategy, tile, None, sm_margin),
+        launch=checked_launch(launch),
     )
     return explicit_backward(BackwardRequest(operands, options))
 
@@ -86,10 +96,10 @@ def layer_norm_backward(
 def rms_norm_backward(
     dy: Array,
     x: Array,
+    normalized_shape: int | Sequence[int],
     rstd: Array,
     weight: Array | None = None,
     *,
-    normalized_shape: int | Sequence[int] | None = None,
     zero_centered_weight: bool = False,
     dsum: Array | None = None,
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
@@ -100,25 +110,29 @@ def rms_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
+    fuse: Fuse = (),
+    input: Array | None = None,
+    bias: Array | None = None,
+    launch: Launch | None = None,
 ) -> Backward | FusedBackward:
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned.
 
     Examples:
-        >>> rstd = cupynorm.rms_norm_forward(x := np.array([[3.0, 4.0]])).rstd
-        >>> cupynorm.rms_norm_backward(np.array([[1.0, 0.0]]), x, rstd).dx.round(3)
+        >>> rstd = cupynorm.rms_norm_forward(x := np.array([[3.0, 4.0]]), 2).rstd
+        >>> cupynorm.rms_norm_backward(np.array([[1.0, 0.0]]), x, 2, rstd).dx.round(3)
         array([[ 0.181, -0.136]])
 
-    dy, x, rstd: of the shapes and dtypes that layer_norm_backward takes, as all other arguments.
+    dy, x, normalized_shape, rstd: as for layer_norm_backward, like all other arguments.
 
     Returns Backward or FusedBackward, as layer_norm_backward, and raises as it.
     """
-    operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
+    operands = BackwardOperands(
+        *(dy, x, None, rstd, weight, dsum, bias, row_scale, dropout_seed),
+        *(input, bind_functors(fuse)),
+    )
     options = BackwardOptions(
         False,
-        default_extents(x, weight, None, normalized_shape),
+        extents_of(normalized_shape),
         zero_centered_weight,
         gradient_names(gradients),
         dx_dtype,
@@ -126,6 +140,6 @@ def rms_norm_backward(
         dbias_dtype,
         dresidual_dtype,
         dropout_p,
-        launch=launch_options(strategy, tile, None, sm_margin),
+        launch=checked_launch(launch),
     )
     return explicit_backward(BackwardRequest(operands, options))

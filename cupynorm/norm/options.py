@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -11,23 +12,13 @@ import numpy as np
 
 from ..dtypes import DTYPES
 from ..gpu import arrays
-from ..plan.problem import PATHS, Tile
-from ..plan.strategies import check_choice
-from ..plan.tile_checks import check_path
-from .request import (
-    DEFAULTS,
-    Array,
-    ForwardRequest,
-    Margins,
-    Options,
-    replaced,
-)
+from .request import ForwardRequest, replaced
 from .results import FusedBackward
-
-TILE_FIELDS = tuple(Tile.__annotations__)
 
 # Keywords of earlier versions, and what to write instead.
 REMOVED_KEYWORDS = {
+    "load": "fuse=, whose functors know whether they act on x or on y",
+    "store": "fuse=, whose functors know whether they act on x or on y",
     "weight1": "a second call with that weight",
     "bias1": "a second call with that bias",
     "dy1": "a second call with that dy, whose dx is the dsum of the first",
@@ -37,89 +28,41 @@ REMOVED_KEYWORDS = {
     "power_of_two": "out_dtype=cupynorm.Quantize(dtype, scale, power_of_two=True)",
     "transpose": "out_dtype=cupynorm.Quantize(dtype, transpose=True)",
     "memory_efficient": "the module LayerNorm or RMSNorm with memory_efficient=True",
+    "strategy": "launch=cupynorm.Launch(strategy=...)",
+    "tile": "launch=cupynorm.Launch(tile=...)",
+    "statistics": "launch=cupynorm.Launch(statistics=...)",
+    "sm_margin": "launch=cupynorm.Launch(sm_margin=...)",
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def names_what_was_removed(function: _Function) -> _Function:
-    """The function. Its TypeError for a keyword of REMOVED_KEYWORDS says what to write instead."""
+    """The function. Its TypeError for a keyword of REMOVED_KEYWORDS says what to write instead.
+
+    So does that for an array where normalized_shape belongs: the order of the arguments.
+    """
+    name = function.__qualname__.removesuffix(".__init__")
+    parameters = inspect.signature(function).parameters.values()
+    order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except TypeError:
-            for name in filter(REMOVED_KEYWORDS.__contains__, options):
+            for removed in filter(REMOVED_KEYWORDS.__contains__, options):
                 raise TypeError(
-                    f"{function.__name__} has no {name} any more; expected {REMOVED_KEYWORDS[name]}"
+                    f"{name} has no {removed} any more; expected {REMOVED_KEYWORDS[removed]}"
+                ) from None
+            given = dict(zip(order, arguments)).get("normalized_shape")
+            if hasattr(given, "__dlpack__"):
+                raise TypeError(
+                    f"normalized_shape is {arrays.type_in_words(given)}; expected an int or a tuple"
+                    f" of ints: the order is {name}({', '.join(order)})"
                 ) from None
             raise
 
     return call
-
-
-def launch_options(
-    strategy: str | None, tile: object, statistics: str | None, sm_margin: object
-) -> Options:
-    """The launch options of a call. Raises TypeError or ValueError for a wrong one."""
-    if strategy is None and tile is None and statistics is None:
-        if sm_margin.__class__ is int and sm_margin == 0:
-            return DEFAULTS
-    check_choice(strategy, statistics)
-    tile = _tile(tile)
-    if tile is not None and tile.path is not None and strategy is not None:
-        # Now: tiles are compared without their path, so a prepared call does not know it.
-        check_path(strategy, tile)
-    return Options(strategy, tile, statistics, _margins(sm_margin))
-
-
-def _tile(tile: object) -> Tile | None:
-    if tile is None:
-        return None
-    if not isinstance(tile, Tile):
-        if not isinstance(tile, Mapping):
-            raise TypeError(
-                f"tile is {arrays.type_in_words(tile)}; "
-                "expected a cupynorm.Tile or a dict of its fields"
-            )
-        try:
-            tile = Tile(**tile)
-        except TypeError as error:
-            names, (first, second, *others) = ", ".join(map(str, tile)), TILE_FIELDS
-            raise ValueError(
-                f"tile has fields {names}; "
-                f"expected {first}, {second} and some of {', '.join(others)}"
-            ) from error
-    for name in TILE_FIELDS:
-        value = getattr(tile, name)
-        if name == "path":
-            if value is not None and value not in PATHS:
-                paths = ", ".join(PATHS)
-                raise ValueError(f"tile has path {value!r}; expected one of {paths}, or None")
-            continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise ValueError(f"tile has {name} {value!r}; expected an int")
-    return tile
-
-
-def _margins(sm_margin: object) -> int | Margins:
-    if not isinstance(sm_margin, Mapping):
-        return _margin(sm_margin)
-    if not set(sm_margin) <= set(Margins._fields):
-        values = ", ".join(map(str, sm_margin))
-        raise ValueError(f"sm_margin has {values}; expected some of {', '.join(Margins._fields)}")
-    return Margins(**{kind: _margin(margin) for kind, margin in sm_margin.items()})
-
-
-def _margin(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise ValueError(f"sm_margin is {value!r}; expected a number of multiprocessors, 0 or more")
-    return int(value)
-
-
-def check_sm_margin(sm_margin: object) -> None:
-    """Raises as launch_options for a wrong sm_margin."""
-    _margins(sm_margin)
 
 
 def check_dropout_p(dropout_p: object) -> float:
@@ -193,24 +136,6 @@ def extents_of(normalized_shape: object) -> tuple[int, ...]:
                 f"normalized_shape is {normalized_shape!r}; expected an int or a sequence of ints"
             )
     return tuple(int(extent) for extent in extents)
-
-
-def default_extents(
-    x: Array, weight: Array | None, bias: Array | None, normalized_shape: object
-) -> tuple[int, ...]:
-    """normalized_shape, or else the shape of weight or bias, or else the last dimension of x."""
-    if normalized_shape is not None:
-        return extents_of(normalized_shape)
-    for parameter in (weight, bias):
-        shape = getattr(parameter, "shape", None)
-        if shape is not None:
-            return tuple(shape)
-    shape = arrays.take(x, "x").shape
-    if not shape:
-        raise ValueError(
-            "x has no dimension to normalise over; expected at least one, or normalized_shape"
-        )
-    return tuple(shape)[-1:]
 
 
 def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:

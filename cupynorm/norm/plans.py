@@ -10,7 +10,7 @@ from ..gpu import arrays, launch
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import Plan, make_plan
 from ..plan.problem import DIRECTIONS, NORMS, SCALINGS, Layout, OperandLayout, Problem, Tile
-from .options import launch_options
+from .launch_choice import Launch, planned_with
 
 
 def plan(
@@ -64,7 +64,7 @@ def plan(
     _check_int("num_cols", num_cols, 0)
     _check_int("num_rows", num_rows, 0)
     _check_int("alignment", alignment, 1)
-    launch_as = launch_options(strategy, tile, statistics, sm_margin).of(direction)
+    launch_as = Launch(strategy, tile, statistics, sm_margin)
     weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
     y = out_dtype or dtype
     is_quantized = direction == "forward" and y in list(EIGHT_BITS)
@@ -118,7 +118,7 @@ def plan(
         zero_centered=bool(zero_centered_weight),
         **tensors,
     )
-    return make_plan(problem, device, num_rows, **launch_as._asdict())
+    return make_plan(problem, device, num_rows, **planned_with(launch_as, direction))
 
 
 def _check_int(name: str, given: object, least: int) -> None:

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..plan.functors import Functors
-from ..plan.problem import Tile
+from .launch_choice import Launch
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
 
@@ -20,33 +20,6 @@ def replaced(record: Any, **changes: object) -> Any:
     names = type(record)._fields
     values = [changes.get(name, value) for name, value in zip(names, record)]
     return type(record)(*values)
-
-
-class Margins(NamedTuple):
-    """sm_margin for each kind of call. inference: a forward whose gradients are not recorded."""
-
-    forward: int = 0
-    backward: int = 0
-    inference: int = 0
-
-
-class Options(NamedTuple):
-    """How a kernel is chosen and launched. None of these changes a result beyond rounding."""
-
-    strategy: str | None = None
-    tile: Tile | None = None
-    statistics: str | None = None
-    sm_margin: int | Margins = 0
-
-    def of(self, kind: str) -> Options:
-        """These options with the one margin of a kind of call, a field of Margins."""
-        margin = self.sm_margin
-        return (
-            self._replace(sm_margin=getattr(margin, kind)) if isinstance(margin, Margins) else self
-        )
-
-
-DEFAULTS = Options()
 
 
 class Quantization(NamedTuple):
@@ -99,7 +72,7 @@ class ForwardOptions(NamedTuple):
     dropout_p: float = 0.0
     round_x_hat: bool = False
     quantization: Quantization | None = None
-    launch: Options = DEFAULTS
+    launch: Launch | None = None
     memory_efficient: bool = False
 
 
@@ -119,7 +92,7 @@ class BackwardOperands(NamedTuple):
 
     bias is needed where y is recomputed.
     functors: those of forward. A store needs bias. input: what a load was applied to, where its
-    result is part of a sum; else x is that.
+    backward lines read that and x is not it.
     """
 
     dy: Array
@@ -140,8 +113,9 @@ class BackwardOptions(NamedTuple):
 
     recompute: also write y again, in dy's dtype.
     overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
-    functor_gradients: names of the functors' arrays whose gradients are wanted, as "store.gate".
-    With functors, "dx" is among the gradients.
+    functor_gradients: names of the functors' arrays whose gradients are wanted, as
+    "silu_gate.gate". With functors, "dx" is among the gradients.
+    applies_load: x is what a load was applied to, and backward applies it again.
     """
 
     centered: bool
@@ -156,7 +130,8 @@ class BackwardOptions(NamedTuple):
     recompute: bool = False
     overwrite_dy: bool = False
     functor_gradients: tuple[str, ...] = ()
-    launch: Options = DEFAULTS
+    applies_load: bool = False
+    launch: Launch | None = None
 
 
 class BackwardRequest(NamedTuple):

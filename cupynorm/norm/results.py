@@ -12,12 +12,12 @@ class Forward(NamedTuple):
 
     Examples:
         >>> x = np.array([[1.0, 3.0]])
-        >>> result = cupynorm.layer_norm_forward(x, residual=x)
+        >>> result = cupynorm.layer_norm_forward(x, 2, residual=x)
         >>> result.sum, result.mean
         (array([[2., 6.]]), array([4.]))
 
     y: of the input's shape and dtype, or of out_dtype.
-    mean, rstd: of the leading shape (the input's without normalized_shape), float32, float64 for
+    mean, rstd: of the leading shape, float32, float64 for
         float64 input. mean is None for rms_norm.
     sum: input + residual in the input's dtype, or the input itself where there is no residual.
     """
@@ -33,7 +33,7 @@ class FusedForward(NamedTuple):
 
     Examples:
         >>> x = np.ones((1, 4))
-        >>> result = cupynorm.layer_norm_forward(x, dropout_p=0.5, dropout_seed=7)
+        >>> result = cupynorm.layer_norm_forward(x, 4, dropout_p=0.5, dropout_seed=7)
         >>> result.sum, result.dropout_seed
         (array([[2., 2., 0., 0.]]), 7)
 
@@ -55,9 +55,9 @@ class Backward(NamedTuple):
 
     Examples:
         >>> x = np.array([[1.0, 3.0]])
-        >>> saved = cupynorm.layer_norm_forward(x, eps=0.0)
+        >>> saved = cupynorm.layer_norm_forward(x, 2, eps=0.0)
         >>> wanted = ("dweight", "dbias")
-        >>> cupynorm.layer_norm_backward(x, x, saved.mean, saved.rstd, gradients=wanted)
+        >>> cupynorm.layer_norm_backward(x, x, 2, saved.mean, saved.rstd, gradients=wanted)
         Backward(dx=None, dweight=array([-1.,  3.]), dbias=array([1., 3.]))
 
     dx: of the shape and dtype of x. It is also the gradient of the residual.
@@ -75,21 +75,24 @@ class FusedBackward(NamedTuple):
 
     Examples:
         >>> x, twice = np.array([[3.0, 4.0]]), np.array([2.0])
-        >>> saved = cupynorm.rms_norm_forward(x, row_scale=twice, eps=0.0)
+        >>> saved = cupynorm.rms_norm_forward(x, 2, row_scale=twice, eps=0.0)
         >>> dy = np.array([[1.0, 0.0]])
-        >>> result = cupynorm.rms_norm_backward(dy, saved.sum, saved.rstd, row_scale=twice)
+        >>> result = cupynorm.rms_norm_backward(dy, saved.sum, 2, saved.rstd, row_scale=twice)
         >>> type(result).__name__, result.dx.round(3)
         ('FusedBackward', array([[ 0.181, -0.136]]))
 
     dx: that of the input alone, of the shape of x, in dx_dtype or else the dtype of x.
     dweight, dbias: as in Backward.
     dresidual: that of the residual, of the shape of x, in dresidual_dtype or else the dtype of x.
+    functors: those of the functors' arrays, in their shapes and dtypes, if "functors" was among the
+        gradients: of functors on x, then of those on y.
     """
 
     dx: Array | None
     dweight: Array | None
     dbias: Array | None
     dresidual: Array | None
+    functors: tuple[Array, ...] = ()
 
 
 class Gradients(NamedTuple):

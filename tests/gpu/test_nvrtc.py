@@ -212,14 +212,16 @@ class Exporter:
         return 2, 0
 
 x = numpy.array([[1.0, 2.0, 3.0, 6.0]])
-forward = cupynorm.layer_norm_forward(x, eps=0.0)
-backward = cupynorm.layer_norm_backward(x, x, forward.mean, forward.rstd)
+forward = cupynorm.layer_norm_forward(x, 4, eps=0.0)
+backward = cupynorm.layer_norm_backward(x, x, 4, forward.mean, forward.rstd)
 kernel = cupynorm.plan(768, 8, device="H200").launches[0].kernel
 print(json.dumps({
     "y": cupynorm.layer_norm(x, 4, eps=0.0).tolist(), "dbias": backward.dbias.tolist(),
     "layer_norm": outcome(lambda: cupynorm.layer_norm(Exporter(), 4)),
-    "rms_norm_forward": outcome(lambda: cupynorm.rms_norm_forward(Exporter())),
-    "backward": outcome(lambda: cupynorm.rms_norm_backward(Exporter(), Exporter(), Exporter())),
+    "rms_norm_forward": outcome(lambda: cupynorm.rms_norm_forward(Exporter(), 4)),
+    "backward": outcome(
+        lambda: cupynorm.rms_norm_backward(Exporter(), Exporter(), 4, Exporter())
+    ),
     "plan": outcome(lambda: cupynorm.plan(768)),
     "compile_for": outcome(lambda: compile_for(kernel, 90)),
     "is ImportError": issubclass(cupynorm.MissingLibraryError, ImportError),

@@ -72,21 +72,21 @@ def run(library, path: Path, layouts: dict[str, str]) -> None:
     weight, bias = (
         library.asarray(values.astype(storage)) for values in (problem.weight, problem.bias)
     )
-    options = {} if path.strategy is None else {"strategy": path.strategy}
+    options = {"launch": cupynorm.Launch(path.strategy)}
     forward = cupynorm.layer_norm_forward(
-        given["x"], weight, bias, residual=given["residual"], **options
+        given["x"], path.num_cols, weight, bias, residual=given["residual"], **options
     )
-    backward = cupynorm.layer_norm_backward(
-        given["dy"], forward.sum, forward.mean, forward.rstd, weight, dsum=given["dsum"], **options
-    )
+    options["dsum"] = given["dsum"]
+    saved = path.num_cols, forward.mean, forward.rstd, weight
+    backward = cupynorm.layer_norm_backward(given["dy"], forward.sum, *saved, **options)
     assert_right(library, problem, {**forward._asdict(), **backward._asdict()})
     # Of the sum as another call may give it.
     case = replace(case, residual=False)
     alone = Problem(case, problem.x, problem.dy, problem.weight, problem.bias, dsum=problem.dsum)
-    forward = cupynorm.layer_norm_forward(given["x"], weight, bias, **options)
-    backward = cupynorm.layer_norm_backward(
-        given["dy"], given["x"], forward.mean, forward.rstd, weight, dsum=given["dsum"], **options
-    )
+    launch = {"launch": options["launch"]}
+    forward = cupynorm.layer_norm_forward(given["x"], path.num_cols, weight, bias, **launch)
+    saved = path.num_cols, forward.mean, forward.rstd, weight
+    backward = cupynorm.layer_norm_backward(given["dy"], given["x"], *saved, **options)
     assert_right(
         library,
         alone,
@@ -136,7 +136,8 @@ def test_out_in_another_layout(path, layout, library):
         for values in (problem.x, problem.weight, problem.bias)
     )
     out = lay_out(library, np.full(problem.x.shape, np.nan, storage), layout)
-    y = cupynorm.layer_norm(x, path.num_cols, weight, bias, out=out, strategy=path.strategy)
+    launch = cupynorm.Launch(path.strategy)
+    y = cupynorm.layer_norm(x, path.num_cols, weight, bias, out=out, launch=launch)
     assert y is out
     assert_right(library, problem, {"y": out})
     memory = out if out.base is None else out.base
@@ -199,10 +200,10 @@ def same_as_contiguous(library, call, tensors: dict) -> None:
 @pytest.mark.parametrize("layout", ["gap", "misaligned", "broadcast", "reversed"])
 def test_x_in_another_layout_on_a_path_that_dispatch_rarely_takes(layout, library):
     """smem: one pack_size for all layouts."""
-    tile = cupynorm.Tile(1, 512)
+    launch = cupynorm.Launch("block", cupynorm.Tile(1, 512))
 
     def call(x):
-        return (cupynorm.layer_norm(x, 1000, strategy="block", tile=tile),)
+        return (cupynorm.layer_norm(x, 1000, launch=launch),)
 
     same_as_contiguous(library, call, drawn(1000, library, {"x": layout}))
 

@@ -10,6 +10,7 @@ from array_libraries import LIBRARIES, TORCH, api, api_results, library, loaded_
 from trap_checks import H200, as_dtype, assert_right, check, run_call
 
 import cupynorm
+from cupynorm import Launch
 from cupynorm.check.allowed import expect
 from cupynorm.check.cases import NORMS, Case, random_problem
 from cupynorm.check.kernels import CpuMachine
@@ -18,7 +19,7 @@ from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.arguments import backward_call
-from cupynorm.norm.request import BackwardOptions, Options
+from cupynorm.norm.request import BackwardOptions
 from cupynorm.plan import dispatch
 from cupynorm.plan.problem import Layout
 from cupynorm.plan.problem import Problem as DispatchProblem
@@ -70,11 +71,14 @@ def test_t14_row_alone_and_in_a_batch(norm_name, name, num_rows):
     lib = library(name)
     problem = random_problem(Case(norm_name, num_rows, 100, "float32"))
     weight, bias = lib.put(problem.weight, "float32"), lib.put(problem.bias, "float32")
-    together = lib.get(api(norm_name, "forward")(lib.put(problem.x, "float32"), weight, bias).y)
+
+    def y_of(x):
+        x = lib.put(x, "float32")
+        return lib.get(api(norm_name, "forward")(x, 100, weight, bias=bias).y)
+
+    together = y_of(problem.x)
     for row in {0, num_rows // 2, num_rows - 1}:
-        alone = lib.get(
-            api(norm_name, "forward")(lib.put(problem.x[row : row + 1], "float32"), weight, bias).y
-        )
+        alone = y_of(problem.x[row : row + 1])
         assert alone[0].tobytes() == together[row].tobytes()
 
 
@@ -210,8 +214,8 @@ def test_t18_first_call_inside_a_graph_capture():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # No other call has this shape, so its kernels are compiled during the capture.
-        forward = cupynorm.layer_norm_forward(x, weight)
-        backward = cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd, weight)
+        forward = cupynorm.layer_norm_forward(x, 1111, weight)
+        backward = cupynorm.layer_norm_backward(dy, x, 1111, forward.mean, forward.rstd, weight)
     for _ in range(2):
         x.copy_(torch.randn_like(x))
         stream = torch.cuda.Stream()
@@ -219,8 +223,8 @@ def test_t18_first_call_inside_a_graph_capture():
         with torch.cuda.stream(stream):
             graph.replay()
         torch.cuda.current_stream().wait_stream(stream)
-        again = cupynorm.layer_norm_forward(x, weight)
-        gradients = cupynorm.layer_norm_backward(dy, x, again.mean, again.rstd, weight)
+        again = cupynorm.layer_norm_forward(x, 1111, weight)
+        gradients = cupynorm.layer_norm_backward(dy, x, 1111, again.mean, again.rstd, weight)
         assert torch.equal(forward.y, again.y) and again.y.isfinite().all()
         assert torch.equal(backward.dx, gradients.dx) and torch.equal(
             backward.dweight, gradients.dweight
@@ -243,7 +247,12 @@ def test_t19_sum_with_a_residual_and_its_gradient(norm_name, name, with_dsum, dt
         for key in ("x", "dy", "weight", "bias", "residual")
     }
     forward = api(norm_name, "forward")(
-        put["x"], put["weight"], put["bias"], problem.case.eps, residual=put["residual"]
+        put["x"],
+        40,
+        put["weight"],
+        bias=put["bias"],
+        eps=problem.case.eps,
+        residual=put["residual"],
     )
     added = as_dtype(problem.x + problem.residual, dtype)
     assert (lib.get(forward.sum) == added).all()
@@ -252,7 +261,7 @@ def test_t19_sum_with_a_residual_and_its_gradient(norm_name, name, with_dsum, dt
     given = None if dsum is None else lib.put(dsum, dtype)
     dx = lib.get(
         api(norm_name, "backward")(
-            put["dy"], forward.sum, *statistics, put["weight"], dsum=given
+            put["dy"], forward.sum, 40, *statistics, put["weight"], dsum=given
         ).dx
     )
     expected, allowed = expect(problem)["dx"]
@@ -280,7 +289,7 @@ def test_t19_gradient_of_the_sum_in_the_kernels(dtype, strategy):
     x, dy, more, dx_rows = (Rows(array.ctypes.data, 5, 48, 48, dtype) for array in (*kept[:3], dx))
     weight = Rows(kept[3].ctypes.data, 1, 48, 48, dtype)
     tensors = {"x": x, "dy": dy, "dsum": more, "dx": dx_rows, "weight": weight}
-    options = BackwardOptions(True, (48,), launch=Options(strategy))
+    options = BackwardOptions(True, (48,), launch=Launch(strategy))
     statistics = {"mean": kept[4].ctypes.data, "rstd": kept[5].ctypes.data}
     run_call(machine, backward_call(machine.device, tensors, options, compute), tensors, statistics)
     expected, allowed = expect(problem)["dx"]

@@ -61,10 +61,10 @@ def test_t07_no_rows_or_no_columns(norm_name, name, shape):
     lib = library(name)
     x, dy = (lib.put(np.ones(shape), "float32") for _ in range(2))
     weight, bias = (lib.put(np.ones(shape[-1:]), "float32") for _ in range(2))
-    forward = api(norm_name, "forward")(x, weight, bias)
+    forward = api(norm_name, "forward")(x, shape[-1], weight, bias=bias)
     assert tuple(forward.y.shape) == shape and tuple(forward.rstd.shape) == shape[:-1]
     statistics = (forward.mean, forward.rstd) if norm_name == "layer_norm" else (forward.rstd,)
-    backward = api(norm_name, "backward")(dy, x, *statistics, weight)
+    backward = api(norm_name, "backward")(dy, x, shape[-1], *statistics, weight)
     assert tuple(backward.dx.shape) == shape
     assert tuple(backward.dweight.shape) == tuple(backward.dbias.shape) == shape[-1:]
     if 0 in shape[:-1]:
@@ -201,9 +201,11 @@ def test_t09_more_than_2_to_the_31_elements(dtype, num_rows, num_cols):
     tensors |= {
         name: torch.randn(parameters, device="cuda", dtype=kind) for name in ("weight", "bias")
     }
-    forward = cupynorm.layer_norm_forward(tensors["x"], tensors["weight"], tensors["bias"])
+    forward = cupynorm.layer_norm_forward(
+        tensors["x"], num_cols, tensors["weight"], tensors["bias"]
+    )
     backward = cupynorm.layer_norm_backward(
-        tensors["dy"], tensors["x"], forward.mean, forward.rstd, tensors["weight"]
+        tensors["dy"], tensors["x"], num_cols, forward.mean, forward.rstd, tensors["weight"]
     )
     tensors |= {"y": forward.y, "mean": forward.mean, "rstd": forward.rstd} | backward._asdict()
     # Rows about each multiple of 2^30 and 2^31 elements or bytes, and the ends.

@@ -10,6 +10,7 @@ from array_libraries import LIBRARIES, TORCH, api, library, loaded_torch
 from trap_checks import assert_right, run_call
 
 import cupynorm
+from cupynorm import Launch
 from cupynorm.check.allowed import expect
 from cupynorm.check.cases import NORMS, Case, Problem, random_problem
 from cupynorm.check.kernels import CpuMachine
@@ -18,7 +19,7 @@ from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import encode
 from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.arguments import backward_call, forward_call
-from cupynorm.norm.request import BackwardOptions, ForwardOptions, Options
+from cupynorm.norm.request import BackwardOptions, ForwardOptions
 from cupynorm.plan.strategies import STRATEGIES
 
 
@@ -58,9 +59,9 @@ def test_t10_strided_arrays(norm_name, name):
     weight, bias = lib.put(problem.weight, "float32"), lib.put(problem.bias, "float32")
 
     def results(x, dy) -> dict[str, np.ndarray]:
-        forward = api(norm_name, "forward")(x, weight, bias, problem.case.eps)
+        forward = api(norm_name, "forward")(x, 40, weight, bias=bias, eps=problem.case.eps)
         statistics = (forward.mean, forward.rstd) if norm_name == "layer_norm" else (forward.rstd,)
-        backward = api(norm_name, "backward")(dy, x, *statistics, weight)
+        backward = api(norm_name, "backward")(dy, x, 40, *statistics, weight)
         found = {"y": forward.y, "mean": forward.mean, "rstd": forward.rstd} | backward._asdict()
         return {key: lib.get(value) for key, value in found.items() if value is not None}
 
@@ -115,7 +116,7 @@ def test_t10_row_strides_in_the_kernels(strategy):
     case = Case("layer_norm", 5, 48, "float32", strategy=strategy)
     problem = random_problem(case)
     right = run_kernels(problem, machine)
-    launch_options = Options(strategy)
+    launch = Launch(strategy)
 
     def apart(values: np.ndarray | None, stride: int) -> tuple[np.ndarray, Rows]:
         buffer = np.full((5, stride), np.nan, np.float32)
@@ -140,13 +141,13 @@ def test_t10_row_strides_in_the_kernels(strategy):
             f"d{name}": Rows(array.ctypes.data, 1, 48, 48, "float32")
             for name, array in (("weight", dweight), ("bias", dbias))
         }
-        forward = ForwardOptions(True, (48,), 1e-5, launch=launch_options)
+        forward = ForwardOptions(True, (48,), 1e-5, launch=launch)
         tensors = {"x": x, "y": y, "weight": weight, "bias": bias}
         run_call(
             machine, forward_call(machine.device, tensors, forward, "forward"), tensors, statistics
         )
         tensors = {"x": x, "dy": dy, "weight": weight, "dx": dx, **sums}
-        backward = BackwardOptions(True, (48,), launch=launch_options)
+        backward = BackwardOptions(True, (48,), launch=launch)
         run_call(
             machine,
             backward_call(machine.device, tensors, backward, "float32"),

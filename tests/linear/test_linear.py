@@ -31,7 +31,6 @@ from cupynorm.norm.request import (  # noqa: E402
     BackwardOperands,
     BackwardOptions,
     BackwardRequest,
-    Options,
 )
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
@@ -246,13 +245,13 @@ def test_dx_is_written_over_dy(device, case, dtype, names, recomputed):
     generator = torch.Generator().manual_seed(num_cols)
     x, dy = torch.randn(2, 300, num_cols, generator=generator).to(dtype).to(device)
     weight, bias = torch.randn(2, num_cols, generator=generator).to(dtype).to(device)
-    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, weight, bias)
-    options = Options(strategy=strategy, tile=tile)
+    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, num_cols, weight, bias)
+    launch = cupynorm.Launch(strategy, tile)
 
     def gradients(dy, **more):
         operands = BackwardOperands(dy, x, mean, rstd, weight, bias=bias if recomputed else None)
         asked = BackwardOptions(
-            True, (num_cols,), False, names, recompute=recomputed, launch=options, **more
+            True, (num_cols,), False, names, recompute=recomputed, launch=launch, **more
         )
         return route.backward(BackwardRequest(operands, asked))[:5]  # without functors
 
@@ -313,7 +312,7 @@ def test_one_backward_kernel_of_each_strategy(dtype, in_features):
 def test_a_recomputing_backward_has_its_own_prepared_call(kernels):
     """Also without a bias, so that the operands are equal. Each is prepared once."""
     x, dy = torch.randn(2, 3, 24)
-    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, normalized_shape=24)
+    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, 24)
     operands = BackwardOperands(dy, x, mean, rstd)
     options = BackwardOptions(True, (24,), gradients=("dx",))
     for _ in range(2):

@@ -17,7 +17,7 @@ from linear_cases import NORMS, assert_replays_see_new_values, recorded, rms_off
 
 from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.linear import few_rows, one_kernel  # noqa: E402
-from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_options  # noqa: E402
+from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
 from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
@@ -62,7 +62,7 @@ def test_reasons(device, dtype, sizes, reason):
 
 def asked(x, weight, fused=None, residual=None, returns=False, dtype=torch.bfloat16):
     given = Operands(x, residual, None, None, (weight,), ())
-    launching = launch_options(0)
+    launching = launch_of(0)
     return LinearCall(
         given, LinearOptions(False, 1e-5, False, returns, False, fused, launching, dtype)
     )
@@ -104,7 +104,7 @@ def laid(layout, shape):
 def call_of(tensors, dtype=torch.bfloat16):
     input, residual, *norm, weight, other_weight, bias, other_bias = tensors.values()
     parts = (weight, other_weight), (bias, other_bias)
-    options = LinearOptions(True, 1e-5, False, False, False, None, launch_options(0), dtype)
+    options = LinearOptions(True, 1e-5, False, False, False, None, launch_of(0), dtype)
     return LinearCall(Operands(input, residual, *norm, *parts), options)
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from cupynorm import LayerNormLinear, Linear  # noqa: E402
 from cupynorm.linear import one_kernel  # noqa: E402
-from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_options  # noqa: E402
+from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
 from cupynorm.linear.matrices import join  # noqa: E402
 from cupynorm.plan.devices import DEVICES  # noqa: E402
 
@@ -126,7 +126,7 @@ def test_joined_parts():
 
 def test_the_kernel_takes_no_negated_operand(monkeypatch):
     monkeypatch.setattr(one_kernel.launch, "device", lambda index: DEVICES["H200"])
-    options = LinearOptions(True, 1e-5, False, False, False, None, launch_options(0))
+    options = LinearOptions(True, 1e-5, False, False, False, None, launch_of(0))
     options = options._replace(dtype=torch.bfloat16)
     shapes = SHAPES | {"input": (16384, 2048), "residual": (16384, 2048), "weight": (2048, 2048)}
     with FakeTensorMode():

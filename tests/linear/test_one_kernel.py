@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.linear import fold as folding  # noqa: E402
 from cupynorm.linear import one_kernel  # noqa: E402
-from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_options  # noqa: E402
+from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 SIZES = {"num_rows": 130, "in_features": 200, "out_features": 264}
@@ -83,7 +83,7 @@ def test_a_plan_fills_the_gpu():
 
 
 def options_of(dtype=torch.bfloat16, centered=True):
-    return LinearOptions(centered, 1e-5, False, False, False, "kernel", launch_options(0), dtype)
+    return LinearOptions(centered, 1e-5, False, False, False, "kernel", launch_of(0), dtype)
 
 
 def test_reasons_of_a_call_on_a_cpu():
@@ -94,7 +94,7 @@ def test_reasons_of_a_call_on_a_cpu():
 
 # The default.
 
-LAUNCH = launch_options(0)
+LAUNCH = launch_of(0)
 DEFAULT = LinearOptions(True, 1e-5, False, False, False, None, LAUNCH, torch.bfloat16)
 
 
@@ -127,8 +127,8 @@ def h200(monkeypatch):
         ({"return_normalized": True}, "asks for the normalised tensor"),
         ({"save_normalized": True}, "asks for the normalised tensor"),
         ({"residual": True}, "also adds the residual"),
-        ({"launch": launch_options({"forward": 8})}, "leaves some multiprocessors free"),
-        ({"launch": launch_options(8)}, "leaves some multiprocessors free"),
+        ({"launch": launch_of({"forward": 8})}, "leaves some multiprocessors free"),
+        ({"launch": launch_of(8)}, "leaves some multiprocessors free"),
         ({"has_norm": False}, "there is no norm"),
     ],
     ids=str,

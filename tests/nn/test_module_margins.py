@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import numpy_as_cupy
 import pytest
 from repository_files import MODULES
 
-import cupynorm
+from cupynorm import Launch
 from cupynorm.gpu import launch, nvrtc
-from cupynorm.norm import api, arguments, cache
-from cupynorm.norm.options import launch_options
+from cupynorm.norm import arguments, cache
 from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, PreparedBackward, PreparedForward
 from cupynorm.norm.request import (
-    DEFAULTS,
     BackwardOperands,
     BackwardRequest,
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
-    Margins,
 )
 from cupynorm.plan.devices import DEVICES
 
@@ -37,9 +37,11 @@ def test_wrong_margins_are_refused(ours, theirs):
         ({"fwd": 1}, "sm_margin has fwd; expected some of forward, backward, inference"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            ours(8, sm_margin=wrong)
-        with pytest.raises(ValueError, match=sentence):
-            cupynorm.layer_norm(np.ones((2, 8), "float32"), 8, sm_margin=wrong)
+            Launch(sm_margin=wrong)
+    with pytest.raises(TypeError, match="launch is an int; expected a cupynorm.Launch or None"):
+        ours(8, launch=4)
+    with pytest.raises(TypeError, match=f"{ours.__name__} has no sm_margin any more; expected lau"):
+        ours(8, sm_margin=4)
 
 
 @BOTH
@@ -47,18 +49,9 @@ def test_margins_of_transformer_engines_environment_are_not_read(ours, theirs, m
     """They would change every model of a process; docs/calls.md says what to pass."""
     for kind in ("FWD", "BWD", "INF"):
         monkeypatch.setenv(f"NVTE_{kind}_LAYERNORM_SM_MARGIN", "8")
-    assert ours(8, device="cpu").sm_margin == 0
-    assert launch_options(None, None, None, 0).sm_margin == 0
+    assert ours(8, device="cpu").launch is None and Launch().sm_margin == 0
     readers = [path.name for path in MODULES.values() if "NVTE_" in path.read_text()]
     assert readers == []
-
-
-def test_each_kind_of_call_has_its_own_margin():
-    options = launch_options(None, None, None, {"backward": 2, "inference": 3})
-    assert hash(options) and options.sm_margin == (0, 2, 3)
-    assert [options.of(kind).sm_margin for kind in Margins._fields] == [0, 2, 3]
-    one = launch_options("warp", None, None, 5)
-    assert all(one.of(kind) is one for kind in Margins._fields)
 
 
 def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
@@ -70,8 +63,8 @@ def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
     rstd = numpy_as_cupy.ndarray((20000,), np.float32)
 
     def forward(sm_margin, wants_statistics):
-        options = launch_options(None, None, None, sm_margin)
-        asked = ForwardOptions(False, (1024,), 1e-5, False, "float32", "float32", launch=options)
+        launch = Launch(sm_margin=sm_margin)
+        asked = ForwardOptions(False, (1024,), 1e-5, False, "float32", "float32", launch=launch)
         purpose = FOR_STATISTICS if wants_statistics else FOR_Y
         prepared = PreparedForward(ForwardRequest(ForwardOperands(x), asked), purpose)
         return prepared, prepared.steps[0][0].grid_size
@@ -89,11 +82,33 @@ def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
 
 
 @BOTH
-def test_a_module_passes_on_its_margins(ours, theirs, monkeypatch):
-    seen = []
-    monkeypatch.setattr(api, "launch_options", lambda *given: seen.append(given) or DEFAULTS)
-    ours(8, sm_margin=MARGINS)(random_input(3, 8))
-    assert seen == [(None, None, None, MARGINS)]
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_a_module_passes_on_its_launch(ours, theirs, memory_efficient, kernels, monkeypatch):
+    launch = Launch(sm_margin=MARGINS)
+    ours(8, launch=launch, memory_efficient=memory_efficient)(random_input(3, 8))
+    assert [key[5].launch for key in cache.forwards] == [launch]
+
+
+def test_a_launch_for_the_cpu_warns_once():
+    code = """
+import warnings, numpy as np, torch, cupynorm
+warnings.simplefilter("always")
+launch = cupynorm.Launch("warp", sm_margin=4)
+with warnings.catch_warnings(record=True) as caught:
+    plain, x = cupynorm.LayerNorm(8), torch.ones(2, 8)
+    plain(x).sum().backward()
+    cupynorm.LayerNormLinear(8, 8, device="cpu")(x)
+    assert not caught, caught[0].message
+    for _ in range(2):
+        cupynorm.layer_norm(np.ones((2, 8)), 8, launch=launch)
+        cupynorm.RMSNorm(8, launch=launch)(x).sum().backward()
+print(*[each.message for each in caught], sep="|")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (
+        "launch was given for arrays on the CPU, where no kernel runs; it was checked and does not "
+        "apply"
+    )
 
 
 @pytest.mark.gpu
@@ -107,7 +122,9 @@ def test_margins_reach_the_plans(ours, theirs, monkeypatch):
 
     monkeypatch.setattr(arguments, "make_plan", make_plan)
     cache.forget()
-    module = ours(1024, device="cuda", sm_margin={"forward": 1, "backward": 2, "inference": 3})
+    module = ours(
+        1024, device="cuda", launch=Launch(sm_margin={"forward": 1, "backward": 2, "inference": 3})
+    )
     x = random_input(600, 1024).cuda().requires_grad_()
     y = module(x)
     y.backward(torch.ones_like(y))

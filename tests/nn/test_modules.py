@@ -66,7 +66,7 @@ def test_the_constructors_are_those_of_torch(ours, theirs):
     assert [each.default for each in positional[1:]] == [each.default for each in torchs[1:]]
     assert {each.name for each in mine[len(positional) :]} == {
         "zero_centered_gamma",
-        "sm_margin",
+        "launch",
         "sequence_parallel",
         "round_x_hat",
         "memory_efficient",
@@ -145,9 +145,8 @@ def test_other_dtypes_and_copies(ours, theirs):
         and module.bfloat16().weight.dtype == torch.bfloat16
     )
     assert module.to(torch.float64)(random_input(3, 8, dtype="float64")).dtype == torch.float64
-    marked = ours(
-        8, 0.1, zero_centered_gamma=True, sm_margin={"backward": 4}, sequence_parallel=True
-    )
+    margin = cupynorm.Launch(sm_margin={"backward": 4})
+    marked = ours(8, 0.1, zero_centered_gamma=True, launch=margin, sequence_parallel=True)
     with torch.no_grad():
         marked.weight.normal_()
     x = random_input(3, 8)
@@ -241,7 +240,8 @@ def test_hidden_size_and_params_dtype(ours, theirs):
 
 @BOTH
 def test_repr_shows_options_that_are_not_default(ours, theirs):
-    extras = {"zero_centered_gamma": True, "sm_margin": 4, "sequence_parallel": False}
+    extras = {"zero_centered_gamma": True, "sequence_parallel": False}
+    extras["launch"] = cupynorm.Launch(sm_margin=4)
     for name, value in extras.items():
         assert repr(ours(8, **{name: value})) == repr(theirs(8))[:-1] + f", {name}={value})"
 
@@ -285,8 +285,8 @@ def test_explicit_forwards_and_linear_layers_of_meta_tensors():
         (cupynorm.rms_norm_forward, {"out_dtype": "float32"}),
     ):
         made, expected = (
-            forward(x, **options),
-            forward(torch.ones(3, 8).bfloat16(), **_on_cpu(options)),
+            forward(x, 8, **options),
+            forward(torch.ones(3, 8).bfloat16(), 8, **_on_cpu(options)),
         )
         for one, other in zip(made, expected, strict=True):
             assert one is other is None or (

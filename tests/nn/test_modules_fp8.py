@@ -35,9 +35,7 @@ def exact_y(module, x):
         plan = next(reversed(cache.forwards.values())).plan
         options = {
             "out_dtype": "float32",
-            "strategy": plan.strategy,
-            "tile": plan.tile,
-            "statistics": plan.statistics,
+            "launch": cupynorm.Launch(plan.strategy, plan.tile, plan.statistics),
         }
     call = cupynorm.layer_norm if isinstance(module, cupynorm.LayerNorm) else cupynorm.rms_norm
     bias = {} if getattr(module, "bias", None) is None else {"bias": module.bias}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cupynorm
+from cupynorm import Launch
 
 torch = pytest.importorskip("torch")
 from module_inputs import DEVICES_HERE, MARGINS, random_input  # noqa: E402
@@ -256,7 +257,11 @@ FOREIGN = {
             "sequence_parallel": True,
         },
         "LayerNorm",
-        {"zero_centered_gamma": True, "sm_margin": MARGINS, "sequence_parallel": True},
+        {
+            "zero_centered_gamma": True,
+            "launch": Launch(sm_margin=MARGINS),
+            "sequence_parallel": True,
+        },
     ),
     "TransformerEngine RMSNorm": (
         "RMSNorm",
@@ -269,7 +274,7 @@ FOREIGN = {
             "sequence_parallel": None,
         },
         "RMSNorm",
-        {"sm_margin": MARGINS},
+        {"launch": Launch(sm_margin=MARGINS)},
     ),
 }
 

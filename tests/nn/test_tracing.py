@@ -194,9 +194,9 @@ def test_recorded_models_take_any_rows_in_any_context(way, context):
 
 
 EXPLICIT = {
-    "forward": lambda x: cupynorm.layer_norm_forward(x).y,
-    "fused forward": lambda x: cupynorm.rms_norm_forward(x, dropout_p=0.5).y,
-    "backward": lambda x: cupynorm.rms_norm_backward(x, x, x[:, 0]).dx,
+    "forward": lambda x: cupynorm.layer_norm_forward(x, 16).y,
+    "fused forward": lambda x: cupynorm.rms_norm_forward(x, 16, dropout_p=0.5).y,
+    "backward": lambda x: cupynorm.rms_norm_backward(x, x, 16, x[:, 0]).dx,
 }
 
 

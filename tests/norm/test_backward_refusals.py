@@ -29,7 +29,7 @@ BACKWARD = {
     "mean is a list": (TypeError, "mean is a list", {"mean": [1.0] * 4}),
     "other weight": (
         ValueError,
-        r"normalized_shape is \(41,\), x has shape \(4, 40\)",
+        r"weight has shape \(41,\); expected \(40,\)",
         {"weight": ones(41)},
     ),
     "other dsum": (ValueError, r"dsum has shape \(40,\); expected \(4, 40\)", {"dsum": ones(40)}),
@@ -64,20 +64,20 @@ BACKWARD = {
         {"dweight_dtype": "int8"},
     ),
     "x is a list": (TypeError, "x is a list", {"x": [[1.0] * 40] * 4}),
-    "strategy": (ValueError, "strategy is 'wrap'; expected one of", {"strategy": "wrap"}),
+    "launch": (TypeError, "launch is a str; expected a cupynorm.Launch", {"launch": "warp"}),
 }
 
 
 @pytest.mark.parametrize("what", BACKWARD)
 def test_wrong_arguments_of_backward_are_refused(what):
     error, sentence, changes = BACKWARD[what]
-    given = {"dy": X, "x": X, "mean": ones(4), "rstd": ones(4), "normalized_shape": None} | changes
+    given = {"dy": X, "x": X, "mean": ones(4), "rstd": ones(4), "normalized_shape": 40} | changes
     with pytest.raises(error, match=sentence):
         cupynorm.layer_norm_backward(**given)
     if "gradients" in changes:
         for options in ({}, {"row_scale": ones(4)}):
             with pytest.raises(error, match=sentence):
-                cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
+                cupynorm.rms_norm_backward(X, X, 40, ones(4), **changes, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])

@@ -90,8 +90,8 @@ def test_wrong_arguments_of_torch_calls_and_of_backward_are_refused():
         cupynorm.layer_norm(x, 8, row_scale=torch.ones(3, requires_grad=True))
     with pytest.raises(ValueError, match="out was given for tensors that require gradients"):
         cupynorm.layer_norm(x.clone().requires_grad_(), 8, dropout_p=0.5, out=torch.empty(3, 8))
-    forward = cupynorm.layer_norm_forward(x, dropout_p=0.5, dropout_seed=1)
-    given = (x, forward.sum, forward.mean, forward.rstd)
+    forward = cupynorm.layer_norm_forward(x, 8, dropout_p=0.5, dropout_seed=1)
+    given = (x, forward.sum, 8, forward.mean, forward.rstd)
     with pytest.raises(
         TypeError, match="dropout_seed is None; expected the seed that the forward returned"
     ):
@@ -111,7 +111,7 @@ def test_wrong_arguments_of_torch_calls_and_of_backward_are_refused():
 def test_a_strategy_that_does_not_fit_the_backward_is_refused_at_once(kernels):
     x = torch.ones(2, 2048, requires_grad=True)
     with pytest.raises(ValueError, match="strategy 'warp' is too narrow"):
-        cupynorm.layer_norm(x, 2048, dropout_p=0.5, strategy="warp")
+        cupynorm.layer_norm(x, 2048, dropout_p=0.5, launch=cupynorm.Launch("warp"))
 
 
 def test_out_is_written_and_returned(device):

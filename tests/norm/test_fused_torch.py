@@ -38,7 +38,7 @@ def test_a_seed_without_dropout_changes_nothing():
     for options in ({}, {"dropout_p": 0.0, "dropout_seed": 3}):
         cupynorm.layer_norm(x, 8, **options).sum().backward()
         cupynorm.rms_norm(x.detach().numpy(), 8, **options)
-        assert type(cupynorm.layer_norm_forward(x.detach(), **options)) is cupynorm.Forward
+        assert type(cupynorm.layer_norm_forward(x.detach(), 8, **options)) is cupynorm.Forward
     module = cupynorm.LayerNorm(8).double().eval()
     module(x, dropout_p=0.5)
 

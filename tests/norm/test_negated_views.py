@@ -3,6 +3,8 @@ times -1, such as x.conj().imag, and zeros that have no memory."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 import cupynorm
@@ -91,11 +93,13 @@ def test_explicit_calls_of_negated_operands(device, num_cols, is_strided):
 
     names = ("weight", "bias")
     tensors = {"x": rows(0)} | {name: draw(device, num_cols, seed=1) for name in names}
-    assert_same(lambda x, weight, bias: cupynorm.layer_norm_forward(x, weight, bias), tensors)
-    made = cupynorm.layer_norm_forward(**tensors)
+    assert_same(
+        lambda x, weight, bias: cupynorm.layer_norm_forward(x, num_cols, weight, bias), tensors
+    )
+    made = cupynorm.layer_norm_forward(tensors["x"], num_cols, *map(tensors.get, names))
     of_backward = {"dy": rows(2), "x": tensors["x"], "mean": made.mean, "rstd": made.rstd}
     of_backward |= {"weight": tensors["weight"], "dsum": rows(3)}
-    assert_same(cupynorm.layer_norm_backward, of_backward)
+    assert_same(partial(cupynorm.layer_norm_backward, normalized_shape=num_cols), of_backward)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
@@ -153,7 +157,7 @@ def test_a_negated_dropout_seed(device):
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_functors_with_negated_arrays(device, is_recorded):
     def call(x, gate):
-        given = {"store": cupynorm.functors.silu_gate(gate=gate)}
+        given = {"fuse": cupynorm.functors.silu_gate(gate=gate)}
         with torch.set_grad_enabled(is_recorded):
             y = cupynorm.layer_norm(x, COLS, **given)
         return y.detach(), *(torch.autograd.grad(y.sum(), (x, gate)) if is_recorded else ())
@@ -232,10 +236,10 @@ def test_zeros_without_memory(anywhere, dtype):
 
 def test_zeros_without_memory_in_explicit_calls(anywhere):
     x = draw(anywhere, ROWS, COLS)
-    made = cupynorm.layer_norm_forward(x)
+    made = cupynorm.layer_norm_forward(x, COLS)
     tensors = {"dy": draw(anywhere, ROWS, COLS, seed=2), "x": x, "mean": made.mean}
     tensors |= {"rstd": made.rstd, "weight": draw(anywhere, COLS, seed=1)}
-    assert_same_of_zeros(cupynorm.layer_norm_backward, tensors)
+    assert_same_of_zeros(partial(cupynorm.layer_norm_backward, normalized_shape=COLS), tensors)
 
 
 def test_what_a_kernel_writes_is_not_negated(device):

@@ -85,8 +85,8 @@ def test_types_shapes_and_dtypes_of_results(name):
     lib = library(name)
     for dtype, compute in (("float16", "float32"), ("float32", "float32"), ("float64", "float64")):
         x = lib.put(np.random.default_rng(0).standard_normal((2, 3, 8)), dtype)
-        forward = cupynorm.layer_norm_forward(x)
-        backward = cupynorm.layer_norm_backward(x, x, forward.mean, forward.rstd)
+        forward = cupynorm.layer_norm_forward(x, x.shape[-1])
+        backward = cupynorm.layer_norm_backward(x, x, x.shape[-1], forward.mean, forward.rstd)
         assert [type(value) for value in (*forward, *backward)] == [type(x)] * 7
         assert [tuple(value.shape) for value in (*forward, *backward)] == [
             (2, 3, 8),
@@ -99,7 +99,7 @@ def test_types_shapes_and_dtypes_of_results(name):
             compute,
         ] + [dtype] * 4
         assert forward.sum is x
-        assert cupynorm.rms_norm_forward(x).mean is None
+        assert cupynorm.rms_norm_forward(x, 8).mean is None
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -191,9 +191,9 @@ def test_other_ranks_give_the_results_of_a_matrix(norm_name, name, shape, normal
     weight, bias = (
         lib.put(values.reshape(normalized), "float32") for values in (problem.weight, problem.bias)
     )
-    forward = api(norm_name, "forward")(x, weight, bias, 1e-5)
+    forward = api(norm_name, "forward")(x, normalized, weight, bias=bias, eps=1e-5)
     statistics = (forward.mean, forward.rstd) if norm_name == "layer_norm" else (forward.rstd,)
-    backward = api(norm_name, "backward")(dy, x, *statistics, weight)
+    backward = api(norm_name, "backward")(dy, x, normalized, *statistics, weight)
     leading = shape[: len(shape) - len(normalized)]
     for tensor, got, extent in (
         ("y", forward.y, shape),
@@ -213,14 +213,14 @@ def test_only_the_wanted_gradients_are_returned(name):
     lib = library(name)
     problem = random_problem(Case("layer_norm", 5, 40, "float32"))
     x, dy, weight = (lib.put(getattr(problem, key), "float32") for key in ("x", "dy", "weight"))
-    forward = cupynorm.layer_norm_forward(x, weight)
-    everything = cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd, weight)
+    forward = cupynorm.layer_norm_forward(x, 40, weight)
+    everything = cupynorm.layer_norm_backward(dy, x, 40, forward.mean, forward.rstd, weight)
     names = cupynorm.Backward._fields
     for number in range(8):
         wanted = [key for bit, key in enumerate(names) if number >> bit & 1]
         for given in (wanted, tuple(wanted), iter(wanted)):
             found = cupynorm.layer_norm_backward(
-                dy, x, forward.mean, forward.rstd, weight, gradients=given
+                dy, x, 40, forward.mean, forward.rstd, weight, gradients=given
             )
             for key in names:
                 if key in wanted:
@@ -238,7 +238,7 @@ def test_parameter_gradients_have_the_dtype_of_the_weight_or_the_given_one(name)
     problem = random_problem(Case("layer_norm", 5, 40, "float16", weight="float32"))
     x, dy = (lib.put(getattr(problem, key), "float16") for key in ("x", "dy"))
     weight = lib.put(problem.weight, "float32")
-    forward = cupynorm.layer_norm_forward(x, weight)
+    forward = cupynorm.layer_norm_forward(x, 40, weight)
     statistics = (forward.mean, forward.rstd)
     for given, options, expected in (
         (weight, {}, ("float32", "float32")),
@@ -246,7 +246,7 @@ def test_parameter_gradients_have_the_dtype_of_the_weight_or_the_given_one(name)
         (weight, {"dweight_dtype": "float16", "dbias_dtype": "float64"}, ("float16", "float64")),
         (None, {"dweight_dtype": "float32", "dbias_dtype": "float32"}, ("float32", "float32")),
     ):
-        found = cupynorm.layer_norm_backward(dy, x, *statistics, given, **options)
+        found = cupynorm.layer_norm_backward(dy, x, 40, *statistics, given, **options)
         assert (arrays.dtype_name(found.dweight), arrays.dtype_name(found.dbias)) == expected
         np.testing.assert_allclose(lib.get(found.dbias), problem.dy.sum(0), rtol=1e-3, atol=1e-3)
 
@@ -284,7 +284,7 @@ def test_out_is_written_and_returned(name):
     assert cupynorm.layer_norm(x, 40, weight, out=out, out_dtype="float64") is out
     np.testing.assert_allclose(lib.get(wide)[:, 24:64], expected, rtol=2e-6, atol=2e-6)
     assert (lib.get(wide)[:, :24] == 7).all() and (lib.get(wide)[:, 64:] == 7).all()
-    forward = cupynorm.layer_norm_forward(x, weight, out=out, out_dtype="float64")
+    forward = cupynorm.layer_norm_forward(x, 40, weight, out=out, out_dtype="float64")
     assert forward.y is out
 
 
@@ -418,8 +418,8 @@ def test_gradients_are_of_the_statistics_as_they_are_stored(name, dtype):
     differences = np.array([[0.0, 8.0, 32.0, 60.0]]) + np.arange(3)[:, None] * 4
     values, dy_values = 5e7 + differences, differences - 7
     x, dy = lib.put(values, dtype), lib.put(dy_values, dtype)
-    forward = cupynorm.layer_norm_forward(x)
-    found = cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd)
+    forward = cupynorm.layer_norm_forward(x, x.shape[-1])
+    found = cupynorm.layer_norm_backward(dy, x, 4, forward.mean, forward.rstd)
     mean, rstd = lib.get(forward.mean), lib.get(forward.rstd)
     off = np.abs(mean - values.mean(axis=1))
     assert (off == 0).all() if dtype == "float64" else (off == 1).all()

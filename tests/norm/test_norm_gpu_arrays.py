@@ -34,14 +34,14 @@ def test_any_dlpack_exporter_is_taken_and_gives_cupy_arrays():
         torch.randn(40, device="cuda"),
         torch.randn(4, 40, device="cuda"),
     )
-    forward = cupynorm.layer_norm_forward(x, weight)
-    found = cupynorm.layer_norm_forward(Exporter(x), Exporter(weight), normalized_shape=40)
+    forward = cupynorm.layer_norm_forward(x, 40, weight)
+    found = cupynorm.layer_norm_forward(Exporter(x), 40, Exporter(weight))
     assert isinstance(found.y, cupy.ndarray)
     assert (found.y.get() == forward.y.cpu().numpy()).all()
-    backward = cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd, weight)
+    backward = cupynorm.layer_norm_backward(dy, x, 40, forward.mean, forward.rstd, weight)
     statistics = (Exporter(forward.mean), Exporter(forward.rstd))
     gradients = cupynorm.layer_norm_backward(
-        Exporter(dy), Exporter(x), *statistics, Exporter(weight), normalized_shape=40
+        Exporter(dy), Exporter(x), 40, *statistics, Exporter(weight)
     )
     for got, right in zip(gradients, backward):
         assert isinstance(got, cupy.ndarray) and (got.get() == right.cpu().numpy()).all()
@@ -63,8 +63,8 @@ def cupy_of(dtype: str):
 def test_cupy_reads_torch_results_without_a_copy(dtype):
     cupy, torch = cupy_of(dtype), loaded_torch()
     x = torch.randn(4, 40, device="cuda").to(getattr(torch, dtype))
-    forward = cupynorm.layer_norm_forward(x)
-    backward = cupynorm.layer_norm_backward(x, x, forward.mean, forward.rstd)
+    forward = cupynorm.layer_norm_forward(x, x.shape[-1])
+    backward = cupynorm.layer_norm_backward(x, x, x.shape[-1], forward.mean, forward.rstd)
     for tensor in (x, *forward, *backward):
         view = cupy.from_dlpack(tensor)
         assert view.data.ptr == tensor.data_ptr() == arrays.TorchLibrary.view(tensor).pointer
@@ -77,8 +77,8 @@ def test_cupy_reads_torch_results_without_a_copy(dtype):
 def test_torch_reads_cupy_results_without_a_copy(dtype):
     cupy, torch = cupy_of(dtype), loaded_torch()
     x = cupy.from_dlpack(torch.randn(4, 40, device="cuda").to(getattr(torch, dtype)))
-    forward = cupynorm.layer_norm_forward(x)
-    backward = cupynorm.layer_norm_backward(x, x, forward.mean, forward.rstd)
+    forward = cupynorm.layer_norm_forward(x, x.shape[-1])
+    backward = cupynorm.layer_norm_backward(x, x, x.shape[-1], forward.mean, forward.rstd)
     for array in (x, *forward, *backward):
         assert isinstance(array, cupy.ndarray)
         view = torch.from_dlpack(array)
@@ -94,8 +94,11 @@ def test_rows_with_gaps_are_read_in_place(name, monkeypatch):
     weight = lib.put(problem.weight, "float32")
 
     def results(x, dy):
-        forward = cupynorm.layer_norm_forward(x, weight)
-        return [forward.y, *cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd, weight)]
+        forward = cupynorm.layer_norm_forward(x, 40, weight)
+        return [
+            forward.y,
+            *cupynorm.layer_norm_backward(dy, x, 40, forward.mean, forward.rstd, weight),
+        ]
 
     expected = [
         lib.get(each)
@@ -161,8 +164,10 @@ def test_results_of_misaligned_addresses_are_within_bounds(name, dtype, tensor):
             == offset * DTYPES[dtype].itemsize
         )
         x, weight, bias, residual, dy, out = given.values()
-        forward = cupynorm.layer_norm_forward(x, weight, bias, residual=residual, out=out)
-        backward = cupynorm.layer_norm_backward(dy, forward.sum, forward.mean, forward.rstd, weight)
+        forward = cupynorm.layer_norm_forward(x, 1024, weight, bias, residual=residual, out=out)
+        backward = cupynorm.layer_norm_backward(
+            dy, forward.sum, 1024, forward.mean, forward.rstd, weight
+        )
         results = forward._asdict() | backward._asdict()
         result = CheckResult(
             judge_all(problem, {key: lib.get(value) for key, value in results.items()})
@@ -177,10 +182,10 @@ def test_results_are_allocated_by_the_library_of_the_input():
     x = torch.randn(1024, 1024, device="cuda")
     cupynorm.layer_norm(x, 1024)
     allocated, used = torch.cuda.memory_allocated(), pool.used_bytes()
-    forward = cupynorm.layer_norm_forward(x)
+    forward = cupynorm.layer_norm_forward(x, x.shape[-1])
     assert torch.cuda.memory_allocated() - allocated >= x.nbytes + 2 * 4096
     assert pool.used_bytes() == used
-    backward = cupynorm.layer_norm_backward(x, x, forward.mean, forward.rstd)
+    backward = cupynorm.layer_norm_backward(x, x, x.shape[-1], forward.mean, forward.rstd)
     assert torch.cuda.memory_allocated() - allocated >= 2 * x.nbytes + 4 * 4096
     assert pool.used_bytes() == used
     del forward, backward
@@ -188,7 +193,7 @@ def test_results_are_allocated_by_the_library_of_the_input():
 
     there = cupy.asarray(np.ones((1024, 1024), "float32"))
     allocated, used = torch.cuda.memory_allocated(), pool.used_bytes()
-    kept = cupynorm.layer_norm_forward(there)
+    kept = cupynorm.layer_norm_forward(there, 1024)
     assert kept.y.nbytes == there.nbytes
     assert pool.used_bytes() - used >= there.nbytes + 2 * 4096
     assert torch.cuda.memory_allocated() == allocated

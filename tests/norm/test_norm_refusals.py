@@ -96,7 +96,7 @@ REFUSED = [
 ]
 
 
-OPTIONS = [
+LAUNCHES = [
     (
         ValueError,
         "strategy is 'wrap'; expected one of warp, block, cluster, uncached",
@@ -132,6 +132,11 @@ OPTIONS = [
     (ValueError, "sm_margin is False; expected a number of multiprocessors", {"sm_margin": False}),
     (ValueError, r"sm_margin is 0\.0; expected a number of multiprocessors", {"sm_margin": 0.0}),
     (ValueError, "sm_margin is True; expected a number of multiprocessors", {"sm_margin": True}),
+]
+
+
+OPTIONS = [
+    (TypeError, "launch is a str; expected a cupynorm.Launch or None", {"launch": "warp"}),
     (TypeError, "out_dtype is 'int32'; expected one of float16", {"out_dtype": "int32"}),
     (TypeError, "out_dtype is ','; expected one of float16", {"out_dtype": ","}),
     (TypeError, "out_dtype is 'float17'; expected one of float16", {"out_dtype": "float17"}),
@@ -181,14 +186,17 @@ def test_wrong_arguments_are_refused(error, sentence, arguments):
     assert (out == 1).all()
 
 
+@pytest.mark.parametrize("error, sentence, options", LAUNCHES, ids=words)
+def test_a_wrong_launch_is_refused_when_it_is_made(error, sentence, options):
+    with pytest.raises(error, match=sentence):
+        cupynorm.Launch(**options)
+
+
 @pytest.mark.parametrize("error, sentence, options", OPTIONS, ids=words)
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_wrong_options_are_refused(norm_name, error, sentence, options):
     out = ones(4, 40)
-    for call in (
-        getattr(cupynorm, norm_name),
-        lambda x, shape, **given: api(norm_name, "forward")(x, normalized_shape=shape, **given),
-    ):
+    for call in (getattr(cupynorm, norm_name), api(norm_name, "forward")):
         with pytest.raises(error, match=sentence):
             call(X, 40, out=out, **options)
         assert (out == 1).all()
@@ -224,7 +232,7 @@ def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
         match="input is a torch tensor on meta, which has no memory; "
         "expected one on the CPU or on a CUDA device",
     ):
-        cupynorm.layer_norm_forward(torch.empty(4, 40, device="meta"), dropout_p=0.5)
+        cupynorm.layer_norm_forward(torch.empty(4, 40, device="meta"), 40, dropout_p=0.5)
     x, out = torch.ones(4, 40, requires_grad=True), torch.ones(4, 40)
     with pytest.raises(
         ValueError,
@@ -252,8 +260,8 @@ def test_sparse_tensors_are_refused(name, layout, options):
         ("input", lambda: cupynorm.rms_norm(sparse.detach().requires_grad_(), 40, **options)),
         ("residual", lambda: cupynorm.rms_norm(x, 40, residual=sparse, **options)),
         ("out", lambda: cupynorm.layer_norm(x, 40, out=sparse, **options)),
-        ("x", lambda: cupynorm.layer_norm_forward(sparse, **options)),
-        ("dy", lambda: cupynorm.rms_norm_backward(sparse, x, of_row, **row_scale)),
+        ("input", lambda: cupynorm.layer_norm_forward(sparse, 40, **options)),
+        ("dy", lambda: cupynorm.rms_norm_backward(sparse, x, 40, of_row, **row_scale)),
     ):
         with pytest.raises(
             TypeError, match=f"{argument} is a torch tensor of layout {layout}; expected a dense"

@@ -230,8 +230,10 @@ def test_temporaries_belong_to_the_stream_of_the_call():
     dy, weight = torch.randn(1000, 600, device="cuda").t(), torch.randn(1000, device="cuda")
 
     def gradients():
-        forward = cupynorm.layer_norm_forward(x, weight)
-        return forward.y, *cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd, weight)
+        forward = cupynorm.layer_norm_forward(x, 1000, weight)
+        return forward.y, *cupynorm.layer_norm_backward(
+            dy, x, 1000, forward.mean, forward.rstd, weight
+        )
 
     def others_of(shapes):
         return [torch.full(shape, torch.nan, device="cuda") for shape in shapes]
@@ -348,7 +350,7 @@ def test_a_cupy_graph_replays_a_forward():
         kept = [cupy.empty(5, "float32") for _ in range(2)]
         del kept
         stream.begin_capture()
-        forward = cupynorm.layer_norm_forward(x, out=out)
+        forward = cupynorm.layer_norm_forward(x, 1003, out=out)
         graph = stream.end_capture()
     for _ in range(2):
         x[...] = cupy.asarray(generator.standard_normal((5, 1003)).astype("float32"))
@@ -356,7 +358,7 @@ def test_a_cupy_graph_replays_a_forward():
         cupy.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        expected = cupynorm.layer_norm_forward(x)
+        expected = cupynorm.layer_norm_forward(x, 1003)
         assert (out.get() == expected.y.get()).all() and (
             forward.rstd.get() == expected.rstd.get()
         ).all()

@@ -11,6 +11,7 @@ import itertools
 import pytest
 
 import cupynorm
+from cupynorm import Launch
 from cupynorm.check.quantized import expected
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.norm import cache
@@ -91,19 +92,18 @@ def test_bytes_of_every_strategy(strategy, scaling, device):
     weight, bias = (
         random(num_cols, dtype=torch.bfloat16, seed=seed, device=device) for seed in (1, 2)
     )
-    options = {"weight": weight, "bias": bias, "strategy": strategy}
+    options = {"weight": weight, "bias": bias, "launch": Launch(strategy)}
     made = cupynorm.layer_norm(
         x, num_cols, out_dtype=E4M3, scale=None if scaling == "given" else scaling, **options
     )
     plan = next(reversed(cache.forwards.values())).plan
     y = cupynorm.layer_norm_forward(
         x,
+        num_cols,
         weight,
         bias,
         out_dtype="float32",
-        strategy=strategy,
-        tile=plan.tile,
-        statistics=plan.statistics,
+        launch=Launch(strategy, plan.tile, plan.statistics),
     )
     truth = expected(numpy(y.y), E4M3, scaling)
     assert same_bytes(numpy(made.data), truth.data), where_off(numpy(made.data), truth.data)
@@ -138,7 +138,7 @@ def test_bytes_of_a_ring(num_cols, strategy, tile, scaling, device):
         weight, bias = (
             random(num_cols, dtype=torch.bfloat16, seed=seed, device=device) for seed in (2, 3)
         )
-        options = {"strategy": strategy, "tile": tile, "sm_margin": margin}
+        options = {"launch": Launch(strategy, tile, sm_margin=margin)}
         if turn % 2:
             options |= {"residual": residual, "bias": bias}
         assert_exact(("rms_norm", "layer_norm")[turn % 2], x, scaling, weight=weight, **options)
@@ -152,7 +152,8 @@ def test_bytes_of_a_cluster_that_keeps_rows_in_registers(scaling, device):
         random(5, 2048, dtype=torch.bfloat16, device=device),
         random(2048, dtype=torch.bfloat16, seed=1, device=device),
     )
-    assert_exact("layer_norm", x, scaling, weight=weight, strategy="cluster", tile=tile)
+    launch = Launch("cluster", tile)
+    assert_exact("layer_norm", x, scaling, weight=weight, launch=launch)
     for num_cols, exact in ((2048, 1), (1992, 0)):
         problem = Problem(
             "forward",
@@ -192,7 +193,7 @@ def test_bytes_of_rows_fetched_while_others_are_written(num_cols, exact, scaling
     options = {"strategy": "block", "tile": tile, "sm_margin": GPUS["H200"].num_sms - 1}
     assert make_plan(problem, GPUS["H200"], 7, **options).launches[0].grid_size == 2
     norm = ("layer_norm", "rms_norm")[(exact + SCALES.index(scaling)) % 2]  # by turns
-    assert_exact(norm, x, scaling, weight=weight, **options)
+    assert_exact(norm, x, scaling, weight=weight, launch=Launch(**options))
 
 
 # norm, tile, num_rows, and computed by hand for an H200: grid size, blocks or clusters that start
@@ -234,7 +235,7 @@ def test_bytes_of_rows_left_to_later_blocks(norm, tile, num_rows, shares, device
         random(num_rows, 512, dtype=torch.bfloat16, device=device),
         random(512, dtype=torch.bfloat16, device=device),
     )
-    assert_exact(norm, x, "row", weight=weight, **options)
+    assert_exact(norm, x, "row", weight=weight, launch=Launch(**options))
 
 
 def test_a_ring_takes_one_launch_where_no_warp_has_part_of_a_scale_block():
@@ -292,7 +293,7 @@ def test_bytes_of_scales_shared_by_lanes(device):
         for num_cols in (tile.cols, tile.cols - pack_size * (threads // 2)):
             exact = cupynorm.Tile(**vars(tile) | {"exact": int(num_cols == tile.cols)})
             x = random(5, num_cols, dtype=torch.bfloat16, seed=packs, device=device)
-            assert_exact("rms_norm", x, "block", strategy=strategy, tile=exact)
+            assert_exact("rms_norm", x, "block", launch=Launch(strategy, exact))
             problem = Problem(
                 "forward",
                 False,

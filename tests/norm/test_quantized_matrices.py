@@ -95,7 +95,8 @@ def test_bytes_of_a_norm_with_given_statistics(norm, device):
     x = random(40, 136, dtype=torch.bfloat16, device=device)
     weight, bias = (random(136, dtype=torch.bfloat16, seed=seed, device=device) for seed in (1, 2))
     bias = bias if norm == "layer_norm" else None
-    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, bias, zero_centered_weight=True)
+    options = {"bias": bias, "zero_centered_weight": True}
+    forward = getattr(cupynorm, f"{norm}_forward")(x, 136, weight, **options)
     of_norm = quantized.OfNorm(norm == "layer_norm", weight, bias, True, forward.mean, forward.rstd)
     data, _, transposed, _ = quantized.quantize(x, "float8_e4m3fn", transpose=True, of_norm=of_norm)
     assert same_bytes(numpy(transposed), numpy(data).T)

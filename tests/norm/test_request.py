@@ -1,4 +1,4 @@
-"""Requests and the functions of options.py that build them, and the prepared calls they key."""
+"""Requests, what builds them, and the prepared calls they key."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import pytest
 
 import cupynorm
 from cupynorm.norm import cache
-from cupynorm.norm.options import launch_options, quantization, with_checked_options
+from cupynorm.norm.launch_choice import (
+    Launch,
+    Margins,
+    margin_of,
+    of_backward,
+    planned_with,
+)
+from cupynorm.norm.options import quantization, with_checked_options
 from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from cupynorm.norm.request import (
-    DEFAULTS,
     BackwardOperands,
     BackwardOptions,
     BackwardRequest,
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
-    Margins,
-    Options,
     Quantization,
     is_plain,
     makes_sum,
@@ -40,10 +44,9 @@ def forward_request(input=None, *, options=PLAIN, **operands) -> ForwardRequest:
 
 EXAMPLES = [
     Margins(1, 2, 3),
-    Options("warp", cupynorm.Tile(**TILE), "welford", Margins(1)),
     Quantization("float8_e4m3fn", "row", True),
-    PLAIN._replace(launch=Options("warp"), quantization=Quantization("float8_e5m2")),
-    BackwardOptions(True, (8,), gradients=("dx",), launch=Options("block")),
+    PLAIN._replace(launch=Launch("warp"), quantization=Quantization("float8_e5m2")),
+    BackwardOptions(True, (8,), gradients=("dx",), launch=Launch("block")),
     ForwardOperands(None),
     BackwardOperands(None, None, None, None),
     ForwardRequest(ForwardOperands(None), PLAIN),
@@ -75,34 +78,24 @@ def test_each_field_is_part_of_the_key(value):
         assert other not in {value: "found"}, name
 
 
-def test_a_tile_in_a_request_cannot_change():
-    tile = launch_options("warp", TILE, None, 0).tile
+# Launch.
+
+
+def test_a_launch_keeps_each_choice_in_its_field_and_cannot_change():
+    made = Launch("warp", TILE, "welford", 3)
+    assert (made.strategy, made.statistics, made.sm_margin) == ("warp", "welford", 3)
+    assert made.tile == cupynorm.Tile(**TILE)
+    assert made == Launch("warp", cupynorm.Tile(**TILE), "welford", 3) and hash(made)
+    assert made not in {Launch("warp", TILE, "welford", 4), Launch("warp", None, "welford", 3)}
     with pytest.raises(AttributeError):
-        tile.pack_size = 8
+        made.strategy = "block"
+    with pytest.raises(AttributeError):
+        made.tile.pack_size = 8
 
 
-# launch_options and Options.of.
-
-
-def test_launch_options_without_a_choice_are_the_shared_defaults():
-    assert launch_options(None, None, None, 0) is DEFAULTS
-    assert DEFAULTS == Options(None, None, None, 0)
-
-
-def test_launch_options_keep_each_choice_in_its_field():
-    made = launch_options("warp", TILE, "welford", 3)
-    assert made == Options("warp", cupynorm.Tile(**TILE), "welford", 3)
-
-
-def test_a_tile_given_as_a_dict_becomes_an_equal_hashable_tile():
-    from_dict = launch_options(None, TILE, None, 0)
-    from_tile = launch_options(None, cupynorm.Tile(**TILE), None, 0)
-    assert from_dict == from_tile and hash(from_dict) == hash(from_tile)
-
-
-def test_changing_the_given_dicts_later_does_not_change_the_options():
+def test_changing_the_given_dicts_later_does_not_change_a_launch():
     tile, margins = dict(TILE), {"forward": 1}
-    made = launch_options(None, tile, None, margins)
+    made = Launch(None, tile, None, margins)
     tile["pack_size"] = 8
     margins["forward"] = 9
     assert made.tile.pack_size == TILE["pack_size"]
@@ -111,21 +104,29 @@ def test_changing_the_given_dicts_later_does_not_change_the_options():
 
 def test_a_margin_becomes_a_python_int():
     for margin in (np.int32(5), np.int64(5), 5):
-        made = launch_options(None, None, None, margin).sm_margin
+        made = Launch(sm_margin=margin).sm_margin
         assert made == 5 and type(made) is int
-        made = launch_options(None, None, None, {"backward": margin}).sm_margin
+        made = Launch(sm_margin={"backward": margin}).sm_margin
         assert made == Margins(backward=5) and type(made.backward) is int
 
 
-def test_of_selects_the_margin_of_one_kind_of_call():
-    options = launch_options("block", None, "two_pass", {"forward": 1, "inference": 3})
+def test_a_plan_takes_the_margin_of_its_kind_of_call():
+    launch = Launch("block", None, "two_pass", {"forward": 1, "inference": 3})
     for kind, margin in (("forward", 1), ("backward", 0), ("inference", 3)):
-        assert options.of(kind) == Options("block", None, "two_pass", margin)
+        assert planned_with(launch, kind) == {
+            "strategy": "block",
+            "tile": None,
+            "statistics": "two_pass",
+            "sm_margin": margin,
+        }
+        assert margin_of(Launch(sm_margin=5), kind) == 5
+        assert planned_with(None, kind) == {} and margin_of(None, kind) == 0
 
 
-def test_of_returns_options_with_one_margin_unchanged():
-    options = Options("warp", sm_margin=5)
-    assert all(options.of(kind) is options for kind in Margins._fields)
+def test_a_backward_takes_the_strategy_and_not_the_tile():
+    assert of_backward(None) is None
+    launch = Launch("warp", TILE, None, {"backward": 4})
+    assert of_backward(launch) == Launch("warp", sm_margin={"backward": 4})
 
 
 # quantization.
@@ -230,7 +231,7 @@ def test_makes_sum_is_true_where_the_normalised_row_is_not_the_input(operands, o
     [
         ({"weight": PRESENT, "bias": PRESENT, "residual": PRESENT, "out": PRESENT}, {}, True),
         ({}, {"zero_centered_weight": True, "out_dtype": "float32"}, True),
-        ({}, {"launch": Options("warp", sm_margin=3)}, True),
+        ({}, {"launch": Launch("warp", sm_margin=3)}, True),
         ({"row_scale": PRESENT}, {}, False),
         ({}, {"residual_dtype": "float16"}, False),
         ({}, {"dropout_p": 0.25}, False),
@@ -246,8 +247,8 @@ def test_is_plain_is_false_for_each_fused_option(operands, options, expected):
 
 def test_the_plain_request_returns_the_input_as_its_sum():
     x = np.ones((2, 8), np.float32)
-    assert cupynorm.layer_norm_forward(x).sum is x
-    assert cupynorm.layer_norm_forward(x, residual=x).sum is not x
+    assert cupynorm.layer_norm_forward(x, 8).sum is x
+    assert cupynorm.layer_norm_forward(x, 8, residual=x).sum is not x
 
 
 # Prepared calls. Tensors on the CPU are planned as on a GPU; nothing is launched.
@@ -262,7 +263,7 @@ def prepared_forward(purpose: str = FOR_STATISTICS, *, options=PLAIN, **operands
 
 def test_equal_requests_share_a_prepared_call(kernels):
     def options():
-        return PLAIN._replace(launch=launch_options("warp", None, "welford", {"forward": 2}))
+        return PLAIN._replace(launch=Launch("warp", None, "welford", {"forward": 2}))
 
     first = prepared_forward(options=options(), weight=torch.ones(8))
     assert prepared_forward(options=options(), weight=torch.ones(8)) is first
@@ -281,10 +282,10 @@ def test_equal_requests_share_a_prepared_call(kernels):
         {"round_x_hat": True},
         {"quantization": Quantization("float8_e4m3fn")},
         {"quantization": Quantization("float8_e4m3fn", "row")},
-        {"launch": Options("uncached")},
-        {"launch": Options(statistics="welford")},
-        {"launch": Options(sm_margin=4)},
-        {"launch": Options(sm_margin=Margins(forward=4))},
+        {"launch": Launch("uncached")},
+        {"launch": Launch(statistics="welford")},
+        {"launch": Launch(sm_margin=4)},
+        {"launch": Launch(sm_margin=Margins(forward=4))},
     ],
     ids=str,
 )
@@ -346,8 +347,8 @@ def prepared_backward(*, dsum=None, **options) -> object:
 
 
 def test_equal_backward_requests_share_a_prepared_call(kernels):
-    first = prepared_backward(launch=launch_options("warp", None, None, 0))
-    assert prepared_backward(launch=launch_options("warp", None, None, 0)) is first
+    first = prepared_backward(launch=Launch("warp"))
+    assert prepared_backward(launch=Launch("warp")) is first
     assert len(cache.backwards) == 1
 
 
@@ -360,8 +361,8 @@ def test_equal_backward_requests_share_a_prepared_call(kernels):
         {"dweight_dtype": "float16"},
         {"dbias_dtype": "bfloat16"},
         {"overwrite_dy": True},
-        {"launch": Options("uncached")},
-        {"launch": Options(sm_margin=4)},
+        {"launch": Launch("uncached")},
+        {"launch": Launch(sm_margin=4)},
         {"dsum": torch.zeros(3, 8)},
     ],
     ids=lambda change: next(iter(change)),
@@ -387,6 +388,6 @@ def test_backward_requests_of_different_options_have_their_own_prepared_calls(ke
 def test_a_path_that_does_not_suit_its_tile_is_refused_in_every_call(strategy, tile, message):
     """Tiles are compared without their path: an equal tile's prepared call must not be used."""
     x = np.ones((4, 128), np.float32)
-    cupynorm.layer_norm(x, 128, strategy=strategy, tile=replace(tile, path="registers"))
+    cupynorm.layer_norm(x, 128, launch=Launch(strategy, replace(tile, path="registers")))
     with pytest.raises(ValueError, match=message):
-        cupynorm.layer_norm(x, 128, strategy=strategy, tile=tile)
+        Launch(strategy, tile)

@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 from cupynorm.linear.call import LinearOptions, Operands  # noqa: E402
-from cupynorm.norm.request import DEFAULTS  # noqa: E402
 from cupynorm.parallel import row  # noqa: E402
 from cupynorm.parallel.ranks import Pending  # noqa: E402
 
@@ -25,7 +24,7 @@ def random():
 
 def on_ranks(x, *, centered=True, num_ranks=2, bias=None, eps=1e-5):
     """y and rstd of whole rows. All ranks must have the same rstd, to the bit."""
-    options = LinearOptions(centered, eps, False, False, False, None, DEFAULTS)
+    options = LinearOptions(centered, eps, False, False, False, None, None)
     own = x.chunk(num_ranks, 1)
     parts, sent = [row.normalize_part(each, centered) for each in own], []
 

@@ -15,6 +15,7 @@ from ...gpu import arrays, nvrtc
 from ...gpu.arrays import CuPyLibrary
 from ...norm import api
 from ...norm import backward as backwards
+from ...norm.launch_choice import Launch
 from ..cases import Problem
 from ..kernels import CpuMachine, Machine
 from ..placement import Placed
@@ -161,10 +162,6 @@ class _PublicCall:
             for name, (shape, dtype, memory) in fetched.items()
         }
 
-    def _launch_options(self) -> dict[str, Any]:
-        case = self.case
-        return {"strategy": case.strategy, "tile": case.tile, "sm_margin": case.sm_margin}
-
     def _forward_options(self) -> dict[str, Any]:
         case, operands = self.case, self.operands
         return {
@@ -176,8 +173,7 @@ class _PublicCall:
             "dropout_p": case.dropout_p,
             "dropout_seed": self.problem.dropout_seed if case.dropout_p else None,
             "round_x_hat": case.round_x_hat,
-            "statistics": case.statistics,
-            **self._launch_options(),
+            "launch": Launch(case.strategy, case.tile, case.statistics, case.sm_margin),
         }
 
     def _explicit(self) -> dict[str, Any]:
@@ -185,7 +181,8 @@ class _PublicCall:
         case, operands = self.case, self.operands
         options = self._forward_options() | {"out": operands["out"]}
         forward = api.layer_norm_forward if self.is_layer_norm else api.rms_norm_forward
-        made = forward(operands["x"], operands["weight"], operands["bias"], case.eps, **options)
+        options |= {"weight": operands["weight"], "bias": operands["bias"], "eps": case.eps}
+        made = forward(operands["x"], case.num_cols, **options)
         results = {name: getattr(made, name) for name in ("y", "mean", "rstd")}
         if case.has_own_sum or operands["residual"] is not None:
             results["sum"] = made.sum
@@ -204,8 +201,7 @@ class _PublicCall:
             "row_scale": operands["row_scale"],
             "dropout_p": case.dropout_p,
             "dropout_seed": getattr(made, "dropout_seed", None),
-            **self._launch_options(),
-            "tile": None,
+            "launch": Launch(case.strategy, sm_margin=case.sm_margin),
         }
         if case.has_own_sum:
             options |= {"dx_dtype": case.x, "dresidual_dtype": case.added}
@@ -213,7 +209,8 @@ class _PublicCall:
         backward = (
             backwards.layer_norm_backward if self.is_layer_norm else backwards.rms_norm_backward
         )
-        found = backward(operands["dy"], made.sum, *statistics, operands["weight"], **options)
+        rows = operands["dy"], made.sum, case.num_cols, *statistics
+        found = backward(*rows, operands["weight"], **options)
         return {name: getattr(found, name) for name in names}
 
     def _recorded(self) -> dict[str, Any]:
