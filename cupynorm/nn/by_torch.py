@@ -67,12 +67,10 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
         if _makes_sum(operands, options):
             functors = replaced(functors, load=())
     added = _sum(operands, options)
-    if options.quantization is not None:
-        y = normalized(added, operands.weight, operands.bias, options, torch.float32)
-        return _quantized(y, operands, options), added
-    dtype = _dtype(options.out_dtype, operands.input.dtype)
-    parameters = operands.weight, operands.bias
-    return normalized_through(added, *parameters, options, dtype, functors), added
+    in_8_bits, parameters = options.quantization is not None, (operands.weight, operands.bias)
+    dtype = torch.float32 if in_8_bits else _dtype(options.out_dtype, operands.input.dtype)
+    y = normalized_through(added, *parameters, options, dtype, functors)
+    return (_quantized(y, operands, options) if in_8_bits else y), added
 
 
 def has_texts(functors: Functors | None) -> bool:

@@ -251,18 +251,14 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
 
 def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> None:
     """Raises ValueError or TypeError for options that exclude each other."""
-    quantization, has_functors = options.quantization, operands.functors is not None
+    quantization = options.quantization
     if options.memory_efficient and quantization is not None:
         raise ValueError(
             f"memory_efficient was given with out_dtype {quantization.dtype}; "
             "expected only one of them"
         )
-    for name, is_given in (
-        ("an 8-bit out_dtype", quantization is not None),
-        ("memory_efficient", options.memory_efficient),
-        ("round_x_hat", options.round_x_hat),
-    ):
-        if is_given and has_functors:
+    for name in ("memory_efficient", "round_x_hat"):
+        if getattr(options, name) and operands.functors is not None:
             raise ValueError(f"{name} was given with fuse; expected only one of them")
 
 
