@@ -236,11 +236,12 @@ def quantize_by(
 
 
 def arranged(scale_inv: np.ndarray, layout: str) -> np.ndarray:
-    """Scales of blocks, [num_rows, num_blocks], in a layout: as in memory, but for "row".
+    """Scales of blocks, [num_rows, num_blocks], as they lie in memory.
 
-    column: strides are (1, num_rows rounded up to a multiple of 4) elements.
-    packed: exponents in 8 bits, of powers of two, those of four blocks in an int32, the first one
-        in its lowest byte, 0 beyond the last block; with the strides of "column".
+    row: as they are.
+    column: [num_blocks, num_rows rounded up to a multiple of 4], 0 beyond the last row.
+    packed: the same in int32 of [num_blocks / 4, ...]: exponents in 8 bits, of powers of two, those
+        of four blocks in an element, the first one in its lowest byte, 0 beyond the last block.
     """
     if layout == "row":
         return scale_inv
@@ -251,7 +252,7 @@ def arranged(scale_inv: np.ndarray, layout: str) -> np.ndarray:
         scale_inv = exponents.view(np.int32)
     columns = np.zeros((scale_inv.shape[1], num_rows + -num_rows % 4), scale_inv.dtype)
     columns[:, :num_rows] = scale_inv.T
-    return columns[:, :num_rows].T
+    return columns
 
 
 def dequantize(

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..norm.checks import check_forward
 from ..norm.functors import SEED_LIMIT, with_seeds
 from ..norm.options import dtype_name
-from ..norm.quantized_tensor import as_quantized_tensor, scale_shape
+from ..norm.quantized_tensor import arranged, as_quantized_tensor, scale_shape
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, makes_sum, replaced
 from ..plan.functors import BoundFunctor, Functors
 from ..plan.problem import cols_of_scale
@@ -236,8 +236,11 @@ def _quantized(y: Tensor, operands: ForwardOperands, options: ForwardOptions) ->
     if rule.scaling.startswith("block"):
         block_cols = cols_of_scale(rule.scaling, num_cols)
         blocks = of_torch.quantize_blocks(matrix, dtype, block_cols=block_cols, **of_scale)
-        data, scale_inv = blocks.data, of_torch.arranged(blocks.scale_inv, rule.layout)
-        scale_inv = scale_inv.reshape(*leading, scale_inv.shape[1])
+        data, scale_inv = blocks.data, blocks.scale_inv
+        if rule.layout == "row":
+            scale_inv = scale_inv.reshape(*leading, scale_inv.shape[1])
+        else:
+            scale_inv = arranged(of_torch.arranged(scale_inv, rule.layout), rule, leading)
     else:
         by_row, scale = rule.scaling == "row", operands.scale
         amax = of_torch.amax_of(matrix, 1) if by_row else of_torch.amax_of(matrix, 0, 1).reshape(1)

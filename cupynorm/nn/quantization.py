@@ -209,12 +209,9 @@ def _quantize_blocks(
 
 
 def arranged(scale_inv: Tensor, layout: str) -> Tensor:
-    """Scales of blocks in a layout, as cupynorm.reference.fp8.arranged."""
-    if layout == "row":
-        return scale_inv
+    """Scales of blocks as they lie in memory: cupynorm.reference.fp8.arranged."""
     num_rows, num_blocks = scale_inv.shape
     if layout == "packed":
         exponents = pad_with_zeros(scale_inv.view(torch.int32) >> 23, (0, -num_blocks % 4))
         scale_inv = exponents.to(torch.uint8).view(torch.int32)
-    columns = pad_with_zeros(scale_inv.t().contiguous(), (0, -num_rows % 4))
-    return columns[:, :num_rows].t()
+    return pad_with_zeros(scale_inv.t().contiguous(), (0, -num_rows % 4)).contiguous()

@@ -220,8 +220,8 @@ def quantize_on_host(
         scales = quantized.scale_inv.reshape(scale_shape(scaling, leading, num_cols))
         scale_inv = _of_library(scales, None, like)
     else:
-        scales = _of_library(fp8.arranged(quantized.scale_inv, layout), None, like)
-        scale_inv = scales.reshape(*leading, scales.shape[1])
+        memory = fp8.arranged(quantized.scale_inv, layout)
+        scale_inv = arranged(_of_library(memory, None, like), quantization, leading)
     return as_quantized_tensor(quantization, data, scale_inv, transposed, like, num_cols)
 
 
@@ -247,10 +247,17 @@ def scale_memory(
 
 
 def arranged(memory: Array, quantization: Quantization, leading: tuple[int, ...]) -> Array:
-    """scale_inv: a view of its memory."""
+    """scale_inv: a view of its memory. reshape would give a single column or row other strides."""
     if quantization.layout == "row":
         return memory
-    return memory[:, : arrays.product(leading)].T.reshape(*leading, memory.shape[0])
+    num_parts, strides = memory.shape[0], [memory.shape[1]]
+    for at in range(len(leading)):
+        strides.insert(0, arrays.product(leading[len(leading) - at :]))
+    shape = (*leading, num_parts)
+    if arrays.is_torch(memory):
+        return memory.as_strided(shape, strides)
+    library = np if isinstance(memory, np.ndarray) else nvrtc.cupy()
+    return library.lib.stride_tricks.as_strided(memory, shape, [4 * each for each in strides])
 
 
 def as_quantized_tensor(
