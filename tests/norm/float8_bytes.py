@@ -32,7 +32,11 @@ def random(*shape, dtype=torch.float32, seed=0, device="cpu"):
 
 def numpy(tensor):
     tensor = tensor.cpu()
-    return (tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor).numpy()
+    return (
+        tensor.view(torch.uint8)
+        if tensor.dtype.itemsize == 1 and tensor.is_floating_point()
+        else tensor
+    ).numpy()
 
 
 def same_bytes(x, y):
