@@ -67,7 +67,7 @@ def normalize(
     if (not compiling and present_tracer()) or (compiling and operands.functors is not None):
         # It would trace what reads memory; no operation of torch is a user's functor.
         return torch.compiler.disable(normalize)(request)
-    input, weight, bias, residual, _, row_scale, *_ = operands
+    input, weight, bias, residual, _, _, row_scale, *_ = operands
     tensors = (input, weight, bias, residual)
     if wrapped.is_any_dtensor(*tensors, row_scale):
         return wrapped.normalize_dtensors(request, normalize)
@@ -146,9 +146,9 @@ def _recorded_with_options(prepared: Any, operands: tuple, results: tuple) -> tu
 def _kind(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
-    input, weight, bias, residual, out, row_scale, seed, scale, amax, own = operands
+    input, weight, bias, residual, out, out_sum, row_scale, seed, scale, amax, own = operands
     _, _, eps, _, _, _, dropout_p, _, quantization, *_ = options
-    has_no_more = out is row_scale is seed is scale is amax is own is None
+    has_no_more = out is out_sum is row_scale is seed is scale is amax is own is None
     if not has_no_more or quantization is not None:
         return None
     return (

@@ -44,7 +44,11 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
     Raises NotImplementedError for out and functors, and for an 8-bit y in transforms.
     """
     operands, options = request
-    refused = {"out": operands.out, "load or store": operands.functors}
+    refused = {
+        "out": operands.out,
+        "the sum of out": operands.out_sum,
+        "load or store": operands.functors,
+    }
     if modes.is_transformed() or modes.is_jit_traced() is not None:
         refused["an 8-bit out_dtype"] = options.quantization  # the result is no tensor
     for name, given in refused.items():

@@ -35,13 +35,17 @@ class Quantization(NamedTuple):
 
 
 class ForwardOperands(NamedTuple):
-    """The arrays of a forward; None for what is absent. dropout_seed may be an int."""
+    """The arrays of a forward; None for what is absent. dropout_seed may be an int.
+
+    out, out_sum: where y and the sum go. They may be the input and the residual.
+    """
 
     input: Array
     weight: Array | None = None
     bias: Array | None = None
     residual: Array | None = None
     out: Array | None = None
+    out_sum: Array | None = None
     row_scale: Array | None = None
     dropout_seed: Array | int | None = None
     scale: Array | None = None
