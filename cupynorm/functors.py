@@ -1,12 +1,12 @@
-"""Functors that ship: for `store=` and `load=` of layer_norm and rms_norm, and as examples.
+"""Functors that ship: for `fuse=` of layer_norm and rms_norm, and as examples.
 
 Examples:
     >>> x, gate = np.array([[1.0, 3.0]]), np.array([[0.0, 1.0]])
-    >>> cupynorm.layer_norm(x, 2, store=cupynorm.functors.silu_gate(gate=gate)).round(3)
+    >>> cupynorm.layer_norm(x, 2, fuse=cupynorm.functors.silu_gate(gate)).round(3)
     array([[-0.   ,  0.731]])
 
-Each has a derivative and a `reference`, the same in float64 NumPy. cupynorm.functor says what the
-lines see. Importing this module compiles nothing.
+Each has a derivative and says the same in float64 NumPy (`reference`) and in torch (`torch`).
+cupynorm.functor says what the lines see. Importing this module compiles nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _silu_gate(y: Any, gate: Any) -> Any:
     return y * gate / (1 + np.exp(-gate))
 
 
-# store: y * silu(gate), the gated norm of Mamba 2. gate: as the input.
+# y * silu(gate), the gated norm of Mamba 2. gate: as the input.
 silu_gate = functor(
     "silu_gate",
     "y = y * gate / (C(1) + exp(-gate));",
@@ -34,6 +34,7 @@ silu_gate = functor(
         dy = dy * gate * sigmoid;
     """,
     reference=_silu_gate,
+    torch=lambda y, gate: y * gate * gate.sigmoid(),
 )
 
 
@@ -44,7 +45,12 @@ def _bias_gelu(x: Any, bias: Any) -> Any:
     return u * (0.5 + 0.5 * np.vectorize(math.erf)(u / math.sqrt(2)))
 
 
-# load: GELU(x + bias) with the exact erf, of the layer before. bias: of normalized_shape.
+def _torch_bias_gelu(x: Any, bias: Any) -> Any:
+    u = x + bias
+    return u * (0.5 + 0.5 * (u * math.sqrt(0.5)).erf())
+
+
+# GELU(x + bias) with the exact erf, of the layer before. bias: of normalized_shape.
 bias_gelu = functor(
     "bias_gelu",
     """
@@ -59,9 +65,10 @@ bias_gelu = functor(
         dbias = dx;
     """,
     reference=_bias_gelu,
+    torch=_torch_bias_gelu,
 )
 
-# store: y * (1 + scale) + shift, adaptive LayerNorm (Peebles, Xie 2023). scale, shift: [batch, 1,
+# y * (1 + scale) + shift, adaptive LayerNorm (Peebles, Xie 2023). scale, shift: [batch, 1,
 # N] for an input [batch, seq, N].
 ada_ln = functor(
     "ada_ln",
@@ -73,6 +80,7 @@ ada_ln = functor(
         dy = dy * (C(1) + scale);
     """,
     reference=lambda y, scale, shift: y * (1 + scale) + shift,
+    torch=lambda y, scale, shift: y * (1 + scale) + shift,
 )
 
 
@@ -83,7 +91,14 @@ def _rotary(y: Any, cos: Any, sin: Any) -> Any:
     return y * cos + np.concatenate([-second, first], axis=-1) * sin
 
 
-# store: rotary position embedding (Su et al. 2021) of each head of a query or key that is
+def _torch_rotary(y: Any, cos: Any, sin: Any) -> Any:
+    import torch
+
+    first, second = y.chunk(2, -1)
+    return y * cos + torch.cat((-second, first), -1) * sin
+
+
+# Rotary position embedding (Su et al. 2021) of each head of a query or key that is
 # normalised per head, [batch, seq, heads, N]. Column c turns with column c + N/2, as in Llama.
 # cos, sin: [1, seq, 1, N], whose two halves are equal. N is even.
 rotary = functor(
@@ -102,6 +117,7 @@ rotary = functor(
         dy = dy * cos + sign * dy_at(other) * sin;
     """,
     reference=_rotary,
+    torch=_torch_rotary,
 )
 
 
@@ -113,7 +129,14 @@ def _rotary_interleaved(y: Any, cos: Any, sin: Any) -> Any:
     return y * cos + turned * sin
 
 
-# store: the same for columns in pairs, 2i and 2i + 1, as in GPT-J. The two of a pair have equal cos
+def _torch_rotary_interleaved(y: Any, cos: Any, sin: Any) -> Any:
+    import torch
+
+    turned = torch.stack((-y[..., 1::2], y[..., ::2]), -1)
+    return y * cos + turned.flatten(-2) * sin
+
+
+# The same for columns in pairs, 2i and 2i + 1, as in GPT-J. The two of a pair have equal cos
 # and sin.
 rotary_interleaved = functor(
     "rotary_interleaved",
@@ -130,9 +153,10 @@ rotary_interleaved = functor(
         dy = dy * cos + sign * dy_at(other) * sin;
     """,
     reference=_rotary_interleaved,
+    torch=_torch_rotary_interleaved,
 )
 
-# load: x * scale, LayerScale (Touvron et al. 2021), before a residual is added. scale: of
+# x * scale, LayerScale (Touvron et al. 2021), before a residual is added. scale: of
 # normalized_shape.
 layer_scale = functor(
     "layer_scale",
@@ -143,4 +167,22 @@ layer_scale = functor(
         dx = dx * scale;
     """,
     reference=lambda x, scale: x * scale,
+    torch=lambda x, scale: x * scale,
+)
+
+
+def _clamp(y: Any, low: float, high: float) -> Any:
+    import numpy as np
+
+    return np.clip(y, low, high)
+
+
+# y, from low to high; NaN stays NaN. The gradient is 0 outside.
+clamp = functor(
+    "clamp",
+    "y = y < low ? low : y > high ? high : y;",
+    numbers=("low", "high"),
+    backward="dy = y >= low && y <= high ? dy : C(0);",
+    reference=_clamp,
+    torch=lambda y, low, high: y.clamp(low, high),
 )

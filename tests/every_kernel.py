@@ -114,7 +114,7 @@ def cases() -> list[Case]:
         Case("layer_norm", 2, num_cols, "bfloat16")
         for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)
     ]
-    # Rows that all blocks of a grid share, in groups of 32 blocks and more.
+    # Rows that are too long for a cluster are read again: uncached.
     return every + [
         Case("layer_norm", 5, 2**18 + 8, "float32"),
         Case("rms_norm", 5, 2**19, "bfloat16"),

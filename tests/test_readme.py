@@ -391,7 +391,7 @@ def test_the_functor_of_the_documents_runs(capsys):
     assert "all within what their dtypes allow" in capsys.readouterr().out
     swapped = "; ".join(reversed(gated.backward.rstrip(";").split("; "))) + ";"
     wrong = dataclasses.replace(gated, backward=swapped)
-    (found,) = cupynorm.check(store=wrong(gate="cols", alpha=0.5), on="cpu").diagnoses
+    (found,) = cupynorm.check(fuse=wrong(gate="cols", alpha=0.5), on="cpu").diagnoses
     assert found in " ".join(FUNCTORS.split())
 
 
@@ -404,10 +404,10 @@ def test_the_shipped_functors_are_listed():
     }
     listed = {row[0].strip("`"): row for row in rows(table)}
     assert listed.keys() == shipped.keys()
-    for name, (_, role, _, arrays) in listed.items():
-        value = {"load": "x", "store": "y"}[role]
-        assert f"{value} = " in shipped[name].lines
-        assert tuple(arrays.split(", ")) == shipped[name].arrays
+    for name, (_, value, _, takes) in listed.items():
+        own = shipped[name]
+        assert {"load": "x", "store": "y"}[own.role] == value
+        assert tuple(takes.split(", ")) == own.arrays + own.numbers + own.seeds
 
 
 # Names.

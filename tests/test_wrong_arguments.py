@@ -38,7 +38,7 @@ def device(**fields):
 
 
 layer = partial(cupynorm.LayerNormLinear, 8, 8, device="cpu")
-functor = partial(cupynorm.functor, "Twice", "y = 2 * x;")
+functor = partial(cupynorm.functor, "Twice", "y = 2 * y;")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 //                                    the value of another column of the row, before f
 // Its gradient: functor_gradient.cuh.
 //
+// Chain          several functors, one after another; only the first may read other columns
 // RowArray       an array that a functor reads
 // FunctorLoad    f(x), kept in the compute type; SumLoad (sum_load.cuh) adds a residual to it
 // FunctorStore   f(y) after weight and bias, before y is rounded
@@ -66,6 +67,19 @@ struct OtherY {
     statistics.template normalize<centered>(values, normalized);
     store.affine(normalized, store.template keep<1>(col), y);
     return y[0];
+  }
+};
+
+template <class First, class Then>
+struct Chain {
+  First first;
+  Then then;
+
+  template <int pack_size, class C, class At>
+  __device__ __forceinline__ void apply(long long row, long long col, C (&values)[pack_size],
+                                        const At& other) const {
+    first.apply(row, col, values, other);
+    then.apply(row, col, values, Nothing{});
   }
 };
 

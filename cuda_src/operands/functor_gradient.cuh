@@ -3,13 +3,48 @@
 // The user's lines become a struct that is compiled with the kernel (cupynorm/plan/functors.py):
 //   apply(row, col, values, gradients, other, other_gradient)   values: what f was applied to, a
 //       pack; gradients: of f's result, and on return of f's argument. It also writes the gradients
-//       of f's arrays. Several threads may write the same values to one place.
+//       of f's arrays, if `writes`. Several threads may write the same values to one place.
 //
+// ChainGradient    that of Chain: values between its functors are computed again
 // DyThroughStore   the load of dy, where forward's store has f: the gradient of y from that of f(y)
 // DxThroughLoad    part of SplitStore, where forward's load has f: that of x from that of f(x)
 #pragma once
 #include "functor.cuh"
 #include "parameter.cuh"
+
+// Forward: the first functor itself. Then: the gradient of those after it.
+template <class Forward, class First, class Then>
+struct ChainGradient {
+  Forward forward;
+  First first;
+  Then then;
+
+  template <int pack_size, bool writes = true, class C, class At, class GradientAt>
+  __device__ __forceinline__ void apply(long long row, long long col, const C (&values)[pack_size],
+                                        C (&gradients)[pack_size], const At& other,
+                                        const GradientAt& other_gradient) const {
+    // The gradient of the first one's result at another column.
+    const auto through = [&](auto at) {
+      const C value[1] = {other(at)};
+      C gradient[1] = {other_gradient(at)};
+      pass<false>(row, at, value, gradient, other, other_gradient);
+      return gradient[0];
+    };
+    pass<writes>(row, col, values, gradients, other, other_gradient);
+    first.template apply<pack_size, writes>(row, col, values, gradients, other, through);
+  }
+
+  template <bool writes, int pack_size, class C, class At, class GradientAt>
+  __device__ __forceinline__ void pass(long long row, long long col, const C (&values)[pack_size],
+                                       C (&gradients)[pack_size], const At& other,
+                                       const GradientAt& other_gradient) const {
+    C passed[pack_size];
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) passed[at] = values[at];
+    forward.apply(row, col, passed, other);
+    then.template apply<pack_size, writes>(row, col, passed, gradients, Nothing{}, other_gradient);
+  }
+};
 
 template <class LoadX, class Dy, class Weight, class Bias, bool zero_centered, bool centered,
           class Functor>
@@ -59,6 +94,7 @@ struct DyThroughStore {
   }
 };
 
+// X: void if the gradient does not depend on x, which is then not read.
 template <class X, class Functor>
 struct DxThroughLoad {
   const X* x;
@@ -69,10 +105,15 @@ struct DxThroughLoad {
   __device__ __forceinline__ void apply(long long row, long long col,
                                         Compute (&gradients)[pack_size], bool present) const {
     if (!present) return;  // x has no such row or column
-    const X* row_start = x + row * x_stride;
-    Compute values[pack_size];
-    unpack(load_pack<pack_size>(row_start + col), values);
     // Gradients of other columns are not known yet.
-    functor.apply(row, col, values, gradients, OtherX<X, Compute>{row_start}, Nothing{});
+    if constexpr (is_same<X, void>) {
+      const Compute values[pack_size] = {};
+      functor.apply(row, col, values, gradients, [](auto) { return Compute(0); }, Nothing{});
+    } else {
+      const X* row_start = x + row * x_stride;
+      Compute values[pack_size];
+      unpack(load_pack<pack_size>(row_start + col), values);
+      functor.apply(row, col, values, gradients, OtherX<X, Compute>{row_start}, Nothing{});
+    }
   }
 };

@@ -46,7 +46,6 @@ class FunctorProblem:
     or 1], each exactly representable in the case's dtype."""
 
     problem: Problem
-    role: str
     functor: Functor
     arrays: dict[str, np.ndarray]
     numbers: dict[str, float]
@@ -57,6 +56,10 @@ class FunctorProblem:
         if array is not None and array.shape == self.problem.x.shape:
             return self.problem.case.x
         return dtype_of(self.problem.case, tensor)
+
+    @property
+    def role(self) -> str:
+        return self.functor.role
 
     def argument_and_gradient(self) -> tuple[np.ndarray, np.ndarray]:
         """What F is applied to, and the gradient of its result, without roundings."""
@@ -236,14 +239,15 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
     for name in ("x", "weight", "bias"):
         tensors.put(name, getattr(problem, name), case.dtype(name))
     placed = []
+    label = functor.name
     for name, values in functor_problem.arrays.items():
-        tensors.put(f"{role}.{name}", values, case.x)
+        tensors.put(f"{label}.{name}", values, case.x)
         num_rows, num_cols = values.shape
         stride = num_cols if num_rows > 1 else 0
-        rows = tensors.rows[f"{role}.{name}"]._replace(num_cols=shape[1], row_stride=stride)
+        rows = tensors.rows[f"{label}.{name}"]._replace(num_cols=shape[1], row_stride=stride)
         placed.append(PlacedArray(rows, 1, 2**62, num_cols == 1 < shape[1]))
     numbers = tuple(functor_problem.numbers.values())
-    placed_functor = PlacedFunctor(functor, numbers, tuple(placed))
+    placed_functor = PlacedFunctor(functor, numbers, tuple(placed), label)
     options = ForwardOptions(
         centered,
         shape[1:],
@@ -255,7 +259,7 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
     tensors.make("rstd", shape[:1], compute)
     if centered:
         tensors.make("mean", shape[:1], compute)
-    functors = PlacedFunctors(**{role: placed_functor})
+    functors = PlacedFunctors(**{role: (placed_functor,)})
     operands = tensors.some("x", "weight", "bias", "y")
     call = forward_call(where.device, operands, options, "forward", functors)
     tensors.launch(call, tensors.rows)
@@ -269,16 +273,21 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
         gradients = []
         for name, values in functor_problem.arrays.items():
             gradients.append(case.x if values.shape == shape else compute)
-            tensors.make(f"{role}.d{name}", shape, gradients[-1])
-        functors = PlacedFunctors(**{role: placed_functor._replace(gradients=tuple(gradients))})
+            tensors.make(f"{label}.d{name}", shape, gradients[-1])
+        placed_functor = placed_functor._replace(gradients=tuple(gradients))
+        functors = PlacedFunctors(**{role: (placed_functor,)})
         options = BackwardOptions(
-            centered, shape[1:], case.zero_centered_weight, launch=Launch(case.strategy)
+            centered,
+            shape[1:],
+            case.zero_centered_weight,
+            applies_load=role == "load",
+            launch=Launch(case.strategy),
         )
         operands = tensors.some("x", "weight", "bias", "dy", "dx", "dweight", "dbias")
         call = backward_call(where.device, operands, options, compute, functors)
         tensors.launch(call, tensors.rows)
         plans["backward"] = call.plan
-    results = {name.removeprefix(f"{role}."): each for name, each in tensors.results().items()}
+    results = {name.removeprefix(f"{label}."): each for name, each in tensors.results().items()}
     for name, values in functor_problem.arrays.items():
         if f"d{name}" in results:
             results[f"d{name}"] = summed(results[f"d{name}"], values.shape)
@@ -291,14 +300,14 @@ Given = Functor | BoundFunctor
 _MOST_DIFFERENCES = 2**24  # numbers in one array of derivatives
 
 
-def with_kinds(given: Given, role: str) -> BoundFunctor:
+def with_kinds(given: Given) -> BoundFunctor:
     """A functor with a kind, or a function, for each of its arrays; see check().
 
     Raises ValueError for a functor whose numbers are not bound, or that is bound to something else;
     TypeError for what is no functor.
     """
     if not isinstance(given, (Functor, BoundFunctor)):
-        raise TypeError(f"{role} is of type {type(given).__name__}; expected a functor")
+        raise TypeError(f"fuse has a {type(given).__name__}; expected functors")
     if isinstance(given, Functor):
         if given.numbers:
             named = [f'{name}="full"' for name in given.arrays] + [
@@ -313,13 +322,13 @@ def with_kinds(given: Given, role: str) -> BoundFunctor:
         if not callable(kind) and not (isinstance(kind, str) and kind in KINDS):
             shown = repr(kind) if isinstance(kind, str) else f"of type {type(kind).__name__}"
             raise ValueError(
-                f"{role}.{name} is {shown}; expected one of {', '.join(KINDS)}, or a function of "
-                "num_rows and num_cols"
+                f"{given.functor.name}.{name} is {shown}; expected one of {', '.join(KINDS)}, or "
+                "a function of num_rows and num_cols"
             )
     return given
 
 
-def random_functor_problem(bound: BoundFunctor, role: str, case: Case, seed: int) -> FunctorProblem:
+def random_functor_problem(bound: BoundFunctor, case: Case, seed: int) -> FunctorProblem:
     """Random values, and arrays of the kinds that `given` is bound to."""
     shape = (case.num_rows, case.num_cols)
     functor, generator = bound.functor, np.random.default_rng([seed, *shape])
@@ -328,19 +337,18 @@ def random_functor_problem(bound: BoundFunctor, role: str, case: Case, seed: int
         for name, kind in zip(functor.arrays, bound.arrays)
     }
     numbers = dict(zip(functor.numbers, bound.numbers))
-    return FunctorProblem(random_problem(case, seed), role, functor, arrays, numbers)
+    return FunctorProblem(random_problem(case, seed), functor, arrays, numbers)
 
 
 def check_functor(
     bound: BoundFunctor,
-    role: str,
     case: Case,
     where: Machine,
     seed: int = 0,
 ) -> list[Finding]:
     """Compares a functor in the kernels of a case, forward and backward, with its reference.
 
-    bound: as with_kinds() returns it. role: "store" or "load".
+    bound: as with_kinds() returns it.
     Raises ValueError for a functor without a reference and for a case of too many columns.
     """
     if bound.functor.reference is None:
@@ -353,7 +361,7 @@ def check_functor(
             f"shapes has {case.num_rows} x {case.num_cols}; a functor is differentiated column by "
             f"column, so expected num_rows * num_cols**2 of at most {_MOST_DIFFERENCES}"
         )
-    problem = random_functor_problem(bound, role, case, seed)
+    problem = random_functor_problem(bound, case, seed)
     return judge_functor(problem, run_with_functor(problem, where).results, where)
 
 
@@ -382,7 +390,7 @@ def judge_functor(
     """The worst element of each result. A tensor that is off has a diagnosis."""
     case = functor_problem.problem.case
     expected = expect_with_functor(functor_problem, uses_welford(case, where.device))
-    label = f"{case} {functor_problem.role} {functor_problem.functor.name}"
+    label = f"{case} {functor_problem.functor.name}"
     explain = partial(_diagnose, functor_problem)
     return [
         judge(label, name, got, *expected[name], functor_problem.dtype_of(name), diagnose=explain)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from ..norm.checks import check_eps
 from ..norm.options import dtype_name
+from ..plan.functors import BoundFunctor, Functor
 from . import functors as functor_check
 from . import kernels
 from .callables import Callables, without_exit
@@ -36,8 +37,7 @@ def check(
     forward: Callable | None = None,
     backward: Callable | None = None,
     library: str | None = None,
-    load: functor_check.Given | None = None,
-    store: functor_check.Given | None = None,
+    fuse: functor_check.Given | Sequence[functor_check.Given] = (),
     traps: bool = False,
     shapes: Iterable[tuple[int, int]] | None = None,
     dtypes: Iterable[str] = ("float32",),
@@ -83,14 +83,14 @@ def check(
 
     Your own functor is checked in the kernels: y, and every gradient if it has backward lines.
 
-    load, store: one of the two, a functor that has a reference. Derivatives of the reference are
-        central differences, column by column, so shapes are small: by default (5, 96).
+    fuse: a functor that has a reference, or several, each for itself. Derivatives of the reference
+        are central differences, column by column, so shapes are small: by default (5, 96).
         Bind its numbers, and to each array a kind of random array: "full" [num_rows, num_cols],
         "cols" [1, num_cols], "rows" [num_rows, 1] or "one" [1, 1]; or a function of (num_rows,
         num_cols) that returns an array of one of these shapes. A functor alone has full arrays.
 
         >>> scaled = cupynorm.functors.layer_scale(scale="cols")
-        >>> cupynorm.check(load=scaled, shapes=[(2, 16)], on="cpu").ok
+        >>> cupynorm.check(fuse=scaled, shapes=[(2, 16)], on="cpu").ok
         True
 
     traps: also run data and layouts on which other libraries failed: cupynorm.check.traps lists
@@ -116,16 +116,17 @@ def check(
         raise TypeError(f"progress is {progress!r}; expected a function as tqdm, or None")
     progress = progress or iter
     own = Callables(function, forward, backward, library)
-    functors = {role: each for role, each in (("load", load), ("store", store)) if each is not None}
+    is_one = isinstance(fuse, (str, Functor, BoundFunctor))
+    functors = [functor_check.with_kinds(each) for each in ([fuse] if is_one else fuse)]
     if functors:
         others = {"input": input, "weight": weight, "bias": bias, "dy": dy, "traps": traps or None}
         others |= {"function": function, "forward": forward, "backward": backward}
-        names = [*functors, *(name for name in others if others[name] is not None)]
-        if len(names) > 1:
-            raise ValueError(
-                f"{names[0]} is given together with {names[1]}; expected one of the two: a functor "
-                "is checked by itself, on random values"
-            )
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(
+                    f"fuse is given together with {name}; expected one of the two: a functor is "
+                    "checked by itself, on random values"
+                )
     tails = _TAILS if shapes is None and own else ()
     if shapes is None:
         shapes = [(5, 96) if functors else (64, 768)]
@@ -234,13 +235,11 @@ def _pairs(shapes: object) -> list[tuple[int, int]]:
 
 
 def _check_functors(
-    functors: Mapping[str, functor_check.Given], cases: Iterable[Case], on: str | None, seed: int
+    functors: Sequence[BoundFunctor], cases: Iterable[Case], on: str | None, seed: int
 ) -> CheckResult:
-    """functors: by role."""
-    bound = {role: functor_check.with_kinds(given, role) for role, given in functors.items()}
     where, result = kernels.machine(on), CheckResult()
     for case in cases:
-        for role, each in bound.items():
-            with without_exit(f"the reference of {role}"):
-                result.findings += functor_check.check_functor(each, role, case, where, seed)
+        for each in functors:
+            with without_exit(f"the reference of {each.functor.name}"):
+                result.findings += functor_check.check_functor(each, case, where, seed)
     return result

@@ -159,8 +159,7 @@ def trace(
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-    load: Given | None = None,
-    store: Given | None = None,
+    fuse: Given | None = None,
     changes: Changes | None = None,
     seed: int = 0,
 ) -> Trace:
@@ -173,8 +172,8 @@ def trace(
     num_cols, num_rows: the extents of x. A few rows are enough: every access is recorded.
     dtype: of all tensors. norm, direction, residual, strategy, tile, statistics: as for plan().
     device: a name of cupynorm.DEVICES or a Device, for which the kernel is chosen.
-    load, store: a functor, of one of the two, with numbers and kinds of arrays as for check().
-        The bytes of the plan do not include its arrays.
+    fuse: a functor, with numbers and kinds of arrays as for check(). The bytes of the plan do not
+        include its arrays.
     changes: of the sources, as for experiment().
     seed: of the values, and of the order in which threads run.
 
@@ -191,23 +190,16 @@ def trace(
     in_forward = chosen if direction == "forward" else {"strategy": strategy}
     case = Case(norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, **in_forward)
     folder = None if changes is None else changed_sources(changes)
-    functors = [
-        (role, each) for role, each in (("load", load), ("store", store)) if each is not None
-    ]
-    if len(functors) + residual > 1:
-        operands = [role for role, _ in functors] + ["residual"] * residual
-        raise ValueError(
-            f"{' and '.join(operands)} are given; expected one of load, store, residual"
-        )
+    if fuse is not None and residual:
+        raise ValueError("fuse and residual are given; expected one of them")
     recorder = Recorder(planned.device, direction, seed, folder)
-    if not functors:
+    if fuse is None:
         run_kernels(random_problem(case, seed), recorder, forward_only=direction == "forward")
         return Trace(planned, recorder.tensors, recorder.recorded)
-    ((role, given),) = functors
-    bound = with_kinds(given, role)
+    bound = with_kinds(fuse)
     if direction == "backward" and bound.functor.backward is None:
         raise ValueError(
             f"functor {bound.functor.name} has no backward lines; expected direction 'forward'"
         )
-    ran = run_with_functor(random_functor_problem(bound, role, case, seed), recorder)
+    ran = run_with_functor(random_functor_problem(bound, case, seed), recorder)
     return Trace(ran.plans[direction], recorder.tensors, recorder.recorded)

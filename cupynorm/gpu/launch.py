@@ -18,7 +18,7 @@ from ..plan.devices import Device, device_like
 from ..plan.instances import Kernel, Launch
 from . import nvrtc
 
-_MAX_WORDS = 384  # two functors with all their arrays, forward and gradient (plan/functors.py)
+_MAX_WORDS = 448  # functors of both roles with all their arrays, forward and gradient
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -64,16 +64,18 @@ def normalize(
             options = replaced(options, out_dtype=arithmetic(operands.input))
             request = ForwardRequest(operands, options)
     compiling = is_compiling()
-    if (not compiling and present_tracer()) or (compiling and operands.functors is not None):
-        # It would trace what reads memory; no operation of torch is a user's functor.
+    if (not compiling and present_tracer()) or (
+        compiling and not by_torch.has_texts(operands.functors)
+    ):
+        # It would trace what reads memory, or a functor without a text of torch.
         return torch.compiler.disable(normalize)(request)
     input, weight, bias, residual, _, _, row_scale, *_ = operands
+    own = () if operands.functors is None else operands.functors.arrays()
     tensors = (input, weight, bias, residual)
     if wrapped.is_any_dtensor(*tensors, row_scale):
         return wrapped.normalize_dtensors(request, normalize)
-    if by_torch.takes(*tensors, row_scale):
+    if by_torch.takes(*tensors, row_scale, *own):
         return by_torch.normalize(request)
-    own = () if operands.functors is None else operands.functors.arrays()
     recorded = _is_grad_enabled() and wants_gradient(*tensors, *own)
     if recorded and operands.functors is not None:
         return _with_functors(request)
@@ -391,16 +393,17 @@ def _has_no_second_derivative(given: str, expected: str) -> str:
 
 
 class _NormWithFunctors(torch.autograd.Function):
-    """A forward with a user's functors, whose arrays have gradients too."""
+    """A forward with functors, whose arrays have gradients too."""
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        ctx.prepared, operands, results, ctx.functors = call
+        ctx.prepared, operands, results = call
+        ctx.functors = operands.functors
         ctx.set_materialize_grads(False)
         y, mean, rstd, added, seed = results
         is_tensor = isinstance(seed, torch.Tensor)
         ctx.seed = None if is_tensor else seed
-        raw = operands.input if ctx.prepared.makes_sum and ctx.functors.load else None
+        reads = any(each.functor.reads_argument for each in ctx.functors.load)
         ctx.save_for_backward(
             added,
             mean,
@@ -409,7 +412,7 @@ class _NormWithFunctors(torch.autograd.Function):
             operands.bias,
             operands.row_scale,
             seed if is_tensor else None,
-            raw,
+            operands.input if ctx.prepared.makes_sum and reads else None,
             *ctx.functors.arrays(),
         )
         return ctx.prepared.pick_outputs(results)
@@ -418,16 +421,16 @@ class _NormWithFunctors(torch.autograd.Function):
     def backward(ctx, *upstream):
         dy, dsum = ctx.prepared.split_outputs(upstream)
         present = [each for each in (dy, dsum) if each is not None]
+        count = len(ctx.functors.arrays())
+        if not present:
+            return (None,) * len(ctx.needs_input_grad)
         if by_torch.is_differentiated(*present) and not (is_compiling() or present_tracer()):
-            raise NotImplementedError(_has_no_second_derivative("load or store", "neither"))
+            gradients, of_arrays = _differentiable_with_functors(ctx, dy, dsum)
+            return *ctx.prepared.pick_gradients((*gradients, None)), *of_arrays
         x, mean, rstd, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
-        num, count = len(ctx.prepared.differentiable), len(arrays)
-        if dy is None and dsum is None:
-            return (None,) * (1 + num + count)
         functors = ctx.functors.with_arrays(arrays)
-        wanted = _wanted(ctx)
-        names = names_of(FusedBackward._fields, wanted)
-        of_arrays = names_of(functors.names(), ctx.needs_input_grad[1 + num :])
+        names = names_of(FusedBackward._fields, _wanted(ctx))
+        of_arrays = names_of(functors.names(), ctx.needs_input_grad[-count:] if count else ())
         options = ctx.prepared.backward._replace(
             gradients=names if "dx" in names else ("dx", *names), functor_gradients=of_arrays
         )
@@ -450,14 +453,52 @@ class _NormWithFunctors(torch.autograd.Function):
         return *gradients, *(found.get(name) for name in functors.names())
 
 
+def _differentiable_with_functors(ctx, dy, dsum) -> tuple:
+    """The four gradients by torch, and those of the functors' arrays and seeds."""
+    options = ctx.prepared.options
+    if not by_torch.has_texts(ctx.functors):
+        said = _has_no_second_derivative("a functor without torch=", "functors with it")
+        raise NotImplementedError(said)
+    x, _, _, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
+    functors = ctx.functors.with_arrays(arrays)
+    dtype, num_dims = getattr(torch, options.out_dtype), len(options.extents)
+    inner = functors._replace(load=()) if ctx.prepared.makes_sum else functors
+    total, dweight, dbias, *of_arrays = by_torch.pull_back(
+        lambda: [
+            by_torch.normalized_through(x, weight, bias, options, dtype, inner, differentiably=True)
+        ],
+        [dy],
+        (x, weight, bias, *arrays),
+    )
+    if dsum is not None:
+        total = dsum if total is None else total + dsum
+    dx = total
+    if ctx.prepared.makes_sum and total is not None:
+        operands = ForwardOperands(
+            x, row_scale=row_scale, dropout_seed=ctx.seed if seed is None else seed
+        )
+        dx = by_torch.scale_rows(total, operands, options)
+        # No derivative depends on an input that was not saved.
+        raw = x if raw is None else raw
+        with torch.enable_grad():
+            argument = raw if raw.requires_grad else raw.detach().requires_grad_()
+        dx, *of_load = by_torch.pull_back(
+            lambda: [by_torch.through(functors.load, argument, num_dims)],
+            [dx],
+            (argument, *arrays),
+        )
+        of_arrays = [one if other is None else other for one, other in zip(of_arrays, of_load)]
+    return (dx, dweight, dbias, total), of_arrays
+
+
 def _with_functors(request: ForwardRequest) -> tuple:
     if request.operands.out is not None:
-        raise ValueError("out was given with load or store to a call that torch records")
+        raise ValueError("out was given with fuse to a call that torch records; expected out=None")
     check_differentiable(request.operands.functors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS)
     results = prepared.run(operands)
     outputs = _NormWithFunctors.apply(
-        (prepared, operands, results, operands.functors),
+        (prepared, operands, results),
         *prepared.read_differentiable(operands),
         *operands.functors.arrays(),
     )

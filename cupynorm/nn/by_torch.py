@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from ..norm.checked_forward import SEED_LIMIT
 from ..norm.checks import check_forward
+from ..norm.functors import SEED_LIMIT, with_seeds
 from ..norm.options import dtype_name
 from ..norm.quantized_tensor import as_quantized_tensor, scale_shape
-from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest
+from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, makes_sum, replaced
+from ..plan.functors import BoundFunctor, Functors
 from . import modes
 from . import quantization as of_torch
 from .dtypes import arithmetic
@@ -41,14 +42,13 @@ def takes(*tensors: object) -> bool:
 def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
     """y and the sum, as autograd.normalize. memory_efficient and launch do nothing here.
 
-    Raises NotImplementedError for out and functors, and for an 8-bit y in transforms.
+    Raises NotImplementedError for out, for functors without a text of torch, and for an 8-bit y in
+    transforms.
     """
     operands, options = request
-    refused = {
-        "out": operands.out,
-        "the sum of out": operands.out_sum,
-        "load or store": operands.functors,
-    }
+    refused = {"out": operands.out, "the sum of out": operands.out_sum}
+    if not has_texts(operands.functors):
+        refused["a functor without torch="] = operands.functors
     if modes.is_transformed() or modes.is_jit_traced() is not None:
         refused["an 8-bit out_dtype"] = options.quantization  # the result is no tensor
     for name, given in refused.items():
@@ -59,12 +59,61 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
             )
     if not (modes.is_compiling() or modes.is_jit_traced() is not None):
         operands, options = check_forward(request)
+    functors = operands.functors
+    if functors is not None:
+        functors = with_seeds(functors, operands.input)
+        operands = replaced(operands, functors=functors)
+        if _makes_sum(operands, options):
+            functors = replaced(functors, load=())
     added = _sum(operands, options)
     if options.quantization is not None:
         y = normalized(added, operands.weight, operands.bias, options, torch.float32)
         return _quantized(y, operands, options), added
     dtype = _dtype(options.out_dtype, operands.input.dtype)
-    return normalized(added, operands.weight, operands.bias, options, dtype), added
+    parameters = operands.weight, operands.bias
+    return normalized_through(added, *parameters, options, dtype, functors), added
+
+
+def has_texts(functors: Functors | None) -> bool:
+    """Whether each functor says what it does in operations of torch."""
+    if functors is not None:
+        for each in functors.load + functors.store:
+            if each.functor.torch is None:
+                return False
+    return True
+
+
+def through(parts: Sequence[BoundFunctor], values: Tensor, num_dims: int) -> Tensor:
+    """values after the functors, in the arithmetic dtype. num_dims: the normalised ones."""
+    shape, wide = values.shape, arithmetic(values)
+    if parts:
+        values = values.to(wide).flatten(-num_dims)
+    for functor, arrays, numbers, seeds in parts:
+        given = dict(zip(functor.numbers + functor.seeds, numbers + seeds))
+        for name, array in zip(functor.arrays, arrays):
+            rows = array.shape if name in functor.per_row else array.shape[:-num_dims]
+            given[name] = array.to(wide).reshape((*rows, -1 if array.ndim else 1))
+        values = functor.torch(values, **given)
+    return values.reshape(shape)
+
+
+def normalized_through(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: ForwardOptions,
+    dtype: torch.dtype,
+    functors: Functors | None,
+    *,
+    differentiably: bool = False,
+) -> Tensor:
+    """normalized, of x after the functors on x, and its result after those on y."""
+    if functors is None:
+        return normalized(x, weight, bias, options, dtype, differentiably=differentiably)
+    num_dims, wide = len(options.extents), arithmetic(x)
+    x = through(functors.load, x, num_dims)
+    y = normalized(x, weight, bias, options, wide, differentiably=differentiably)
+    return through(functors.store, y, num_dims).to(dtype)
 
 
 def normalized(
@@ -123,9 +172,11 @@ def normalized(
 
 
 def _sum(operands: ForwardOperands, options: ForwardOptions) -> Tensor:
-    """dropout(input * row_scale) + residual, rounded once."""
+    """dropout(f(input) * row_scale) + residual, rounded once; the input where nothing is a sum."""
     x, residual = operands.input, operands.residual
     dtype = _dtype(options.residual_dtype, x.dtype)
+    if operands.functors is not None and _makes_sum(operands, options):
+        x = through(operands.functors.load, x, len(options.extents))
     scaled = scale_rows(x, operands, options)
     if residual is None:
         return scaled.to(dtype)
@@ -133,6 +184,12 @@ def _sum(operands: ForwardOperands, options: ForwardOptions) -> Tensor:
         return x + residual
     wide = torch.promote_types(dtype, torch.float32)
     return (scaled.to(wide) + residual.to(wide)).to(dtype)
+
+
+def _makes_sum(operands: ForwardOperands, options: ForwardOptions) -> bool:
+    given = operands.input.dtype
+    of_sum = _dtype(options.residual_dtype, given) != given
+    return of_sum or makes_sum(ForwardRequest(operands, options), options.residual_dtype)
 
 
 def _dtype(given: Any, default: torch.dtype) -> torch.dtype:

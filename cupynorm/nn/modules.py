@@ -19,7 +19,7 @@ from ..norm.launch_choice import Launch, checked_launch
 from ..norm.options import check_dropout_p, extents_of, names_what_was_removed
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions
-from ..plan.functors import BoundFunctor, Functor
+from ..plan.functors import Fuse
 from .fp8_norm import Fp8Norm
 from .modes import run_untraced
 from .second_names import either
@@ -97,8 +97,7 @@ class Norm(Fp8Norm):
         dropout_p: float = 0.0,
         dropout_seed: int | torch.Tensor | None = None,
         fp8_output: bool = False,
-        load: Functor | BoundFunctor | None = None,
-        store: Functor | BoundFunctor | None = None,
+        fuse: Fuse = (),
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
         if not self.training:
             dropout_p = _without_dropout(dropout_p)
@@ -108,7 +107,7 @@ class Norm(Fp8Norm):
             operands = {
                 "row_scale": row_scale,
                 "dropout_seed": dropout_seed,
-                "functors": None if load is None and store is None else bind_functors(load, store),
+                "functors": bind_functors(fuse),
             }
             options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
             call = run_untraced(self._forward_in_fp8)
@@ -131,8 +130,7 @@ class Norm(Fp8Norm):
                 "round_x_hat": self.round_x_hat,
                 "launch": self.launch,
             }
-            functors = load, store
-            return _keeping_y(input, operands, options, functors, return_residual)
+            return _keeping_y(input, operands, options, fuse, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -149,8 +147,7 @@ class Norm(Fp8Norm):
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
             round_x_hat=self.round_x_hat,
-            load=load,
-            store=store,
+            fuse=fuse,
             launch=self.launch,
         )
 
@@ -193,14 +190,14 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         smaller than t counts as t with its sign; t is half a unit in the last place of 1 in y's
         dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Besides float
         arithmetic, x_hat is then off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1
-        - |weight| / t). It goes with neither fp8_output nor load nor store.
+        - |weight| / t). It goes with neither fp8_output nor fuse.
     fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
     returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
-    CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed,
-    load and store are as for cupynorm.layer_norm; elements are dropped only in training mode.
+    CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed
+    and fuse are as for cupynorm.layer_norm; elements are dropped only in training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
@@ -318,13 +315,12 @@ def _keeping_y(
     input: torch.Tensor,
     operands: dict[str, Any],
     options: dict[str, Any],
-    functors: tuple,
+    fuse: Fuse,
     return_residual: bool,
 ) -> Any:
     """The norm, of which autograd keeps y and not the normalised row."""
-    bound = None if functors == (None, None) else bind_functors(*functors)
     return route.call(
-        ForwardOperands(input, functors=bound, **operands),
+        ForwardOperands(input, functors=bind_functors(fuse), **operands),
         ForwardOptions(memory_efficient=True, **options),
         return_residual,
     )

@@ -110,11 +110,7 @@ def normalize_dtensors(
     operands, options = request
     input, by_row = operands.input, ("input", "residual", "row_scale")
     refused = {"an 8-bit out_dtype": options.quantization, "dropout_p": options.dropout_p or None}
-    refused |= {
-        "out": operands.out,
-        "the sum of out": operands.out_sum,
-        "load or store": operands.functors,
-    }
+    refused |= {"out": operands.out, "the sum of out": operands.out_sum, "fuse": operands.functors}
     for name, given in refused.items():
         if given is not None:
             raise NotImplementedError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..plan.functors import BoundFunctor, Functor
+from ..plan.functors import Fuse
 from .functors import bind_functors
 from .launch_choice import Launch, checked_launch
 from .options import (
@@ -46,9 +46,8 @@ def layer_norm(
     amax: Array | None = None,
     power_of_two: bool = False,
     transpose: bool = False,
+    fuse: Fuse = (),
     launch: Launch | None = None,
-    load: Functor | BoundFunctor | None = None,
-    store: Functor | BoundFunctor | None = None,
 ) -> Any:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
 
@@ -120,13 +119,11 @@ def layer_norm(
     An 8-bit y is not a tensor that autograd knows: gradients flow through its dequantize(), as if
     nothing had been rounded. It works with all of the above but out.
 
-    A user's own functor (cupynorm.functor), fused into the kernel; docs/functors.md:
-
-    store: applied to y, after weight and bias, before y is rounded.
-    load: applied to the input before anything else. Its result is normalised as it is, in the
-        compute type, unless a residual, row_scale, dropout_p or another residual_dtype makes a sum,
-        which is rounded. return_residual needs a residual. Neither goes with an 8-bit y or
-        round_x_hat.
+    fuse: functors (cupynorm.functors, cupynorm.functor; docs/functors.md) in a tuple, or one alone.
+        Those on x apply to the input in their order, before the residual is added. Their result is
+        normalised as it is, in the compute type, unless a residual makes a sum, which is rounded.
+        Those on y apply after weight and bias, before y is rounded. return_residual then needs a
+        residual. They go with neither an 8-bit y nor round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
@@ -137,7 +134,7 @@ def layer_norm(
     array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
     in input, weight, bias and residual. NumPy arrays and CPU tensors are computed by the float64
     reference and rounded once (differentiable for torch). What torch compiles, exports, transforms
-    or differentiates twice is computed by its own operations, without out, load and store. Under
+    or differentiates twice is computed by its own operations, without out. Under
     CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
@@ -152,15 +149,15 @@ def layer_norm(
     For a torch DTensor y is placed as the input; so are residual and row_scale, also DTensors.
     weight and bias are DTensors, or plain tensors that are the same on every rank. Rows that are
     split between ranks are gathered first, and y is whole on each rank. out, dropout_p, an 8-bit
-    out_dtype, load and store take no DTensor.
+    out_dtype and fuse take no DTensor.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
     is not installed.
     """
     functors = None
-    if load is not None or store is not None:
-        functors = bind_functors(load, store, return_residual, residual)
+    if fuse.__class__ is not tuple or fuse:
+        functors = bind_functors(fuse, return_residual, residual)
     out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
@@ -214,9 +211,8 @@ def rms_norm(
     amax: Array | None = None,
     power_of_two: bool = False,
     transpose: bool = False,
+    fuse: Fuse = (),
     launch: Launch | None = None,
-    load: Functor | BoundFunctor | None = None,
-    store: Functor | BoundFunctor | None = None,
 ) -> Any:
     """Root-mean-square normalisation (Zhang, Sennrich 2019): layer_norm without the mean.
 
@@ -236,8 +232,8 @@ def rms_norm(
     float64; so is, elsewhere too, a row whose squares sum beyond 3.4e38.
     """
     functors = None
-    if load is not None or store is not None:
-        functors = bind_functors(load, store, return_residual, residual)
+    if fuse.__class__ is not tuple or fuse:
+        functors = bind_functors(fuse, return_residual, residual)
     out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
@@ -290,6 +286,7 @@ def layer_norm_forward(
     amax: Array | None = None,
     power_of_two: bool = False,
     transpose: bool = False,
+    fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Forward | FusedForward:
     """layer_norm that also returns what backward needs, outside any autograd.
@@ -301,13 +298,17 @@ def layer_norm_forward(
 
     All arguments, with their shapes and dtypes, as for layer_norm.
 
+    fuse: as for layer_norm, with a seed for those that need one. With functors on x, sum is what
+        they make, rounded to the input's dtype, also without a residual.
+
     Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
-    dropout_p, round_x_hat or an 8-bit out_dtype; the two say shapes and dtypes.
+    dropout_p, round_x_hat, fuse or an 8-bit out_dtype; the two say shapes and dtypes.
     Raises as layer_norm.
     """
     outs = pair_of(out) if isinstance(out, tuple) else (out, None)
     operands = ForwardOperands(
-        input, weight, bias, residual, *outs, row_scale, dropout_seed, scale, amax
+        *(input, weight, bias, residual, *outs, row_scale, dropout_seed, scale, amax),
+        bind_functors(fuse),
     )
     options = ForwardOptions(
         True,  # centered
@@ -345,6 +346,7 @@ def rms_norm_forward(
     amax: Array | None = None,
     power_of_two: bool = False,
     transpose: bool = False,
+    fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Forward | FusedForward:
     """rms_norm that also returns what backward needs, outside any autograd.
@@ -359,7 +361,8 @@ def rms_norm_forward(
     """
     outs = pair_of(out) if isinstance(out, tuple) else (out, None)
     operands = ForwardOperands(
-        input, weight, bias, residual, *outs, row_scale, dropout_seed, scale, amax
+        *(input, weight, bias, residual, *outs, row_scale, dropout_seed, scale, amax),
+        bind_functors(fuse),
     )
     options = ForwardOptions(
         False,  # centered

@@ -144,17 +144,20 @@ def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int
 
 
 def _functor_words(
-    placed: PlacedFunctor | None, role: str, problem: Problem, backward: bool = False
+    placed: Sequence[PlacedFunctor], problem: Problem, backward: bool = False
 ) -> Words:
-    """The struct of a user's functor (cupynorm/plan/functors.py)."""
-    if placed is None:
-        return []
+    """The struct of the functors of one role (plan/functors.py): Chain or ChainGradient."""
     words = []
-    for name, array in zip(placed.functor.arrays, placed.arrays):
-        words += [Address(f"{role}.{name}"), array.rows.row_stride, array.repeat, array.period]
-    words += [*placed.numbers, problem.num_cols]
-    if backward:
-        words += [Address(f"{role}.d{name}") for name in placed.functor.arrays]
+    for at, each in enumerate(placed):
+        if backward and at < len(placed) - 1:
+            words += _functor_words([each], problem)
+        for name, array in zip(each.functor.arrays, each.arrays):
+            place = Address(f"{each.label}.{name}")
+            words += [place, array.rows.row_stride, array.repeat, array.period]
+        words += [Address(f"{each.label}.{name}") for name in each.functor.seeds]
+        words += [*each.numbers, problem.num_cols]
+        if backward:
+            words += [Address(f"{each.label}.d{name}") for name in each.functor.arrays]
     return words
 
 
@@ -167,9 +170,8 @@ def _with_functors(problem: Problem, functors: PlacedFunctors, **sources: str | 
     bytes_ = [DTYPES[name].itemsize for name in narrow]
     pack_size = min([problem.widest_pack, *(16 // each for each in bytes_)])
     fused = {
-        role: placed.fused(problem.num_cols, pack_size, sources.get(role))
-        for role, placed in zip(functors._fields, functors)
-        if placed is not None
+        role: functors.fused(role, problem.num_cols, pack_size, sources.get(role))
+        for role in functors._fields
     }
     return replace(problem, **fused)
 
@@ -190,9 +192,9 @@ def forward_problem(
     # ResidualLoad adds a residual of x's dtype; SumLoad does everything else.
     dtypes = {tensors[name].dtype for name in ("x", "residual", "sum") if name in tensors}
     has_own_sum = len(dtypes) > 1 or "row_scale" in tensors or drops
-    has_own_sum |= functors.load is not None and "sum" in tensors
+    has_own_sum |= bool(functors.load) and "sum" in tensors
     # A load keeps what it makes in the dtype of the arithmetic.
-    source = x.dtype if functors.load is not None and not has_own_sum else None
+    source = x.dtype if functors.load and not has_own_sum else None
     own_sum = {}
     if has_own_sum:
         own_sum = {
@@ -262,7 +264,7 @@ def _forward_words(
     functors: PlacedFunctors,
 ) -> Words:
     """struct Forward of forward.cuh."""
-    words = [*_functor_words(functors.load, "load", problem), *row_words(tensors, "x", turned)]
+    words = [*_functor_words(functors.load, problem), *row_words(tensors, "x", turned)]
     if problem.input or problem.residual:
         words += [*row_words(tensors, "residual", turned), *row_words(tensors, "sum", turned)]
     if problem.input:
@@ -279,7 +281,7 @@ def _forward_words(
             problem.num_scales,
             *rule,
         ]
-    words += _functor_words(functors.store, "store", problem)
+    words += _functor_words(functors.store, problem)
     words += [0, 0] if again else [Address("mean"), Address("rstd")]
     first = plan.launches[0]
     x = tensors["x"]
@@ -305,9 +307,9 @@ def backward_problem(
     streamed = {name: rows for name, rows in tensors.items() if name != "row_scale"}
     # What comes through a functor has the dtype of the arithmetic.
     sources = {}
-    if functors.load is not None and "input" not in tensors:
+    if options.applies_load:
         sources["load"] = x.dtype
-    if functors.store is not None:
+    if functors.store:
         sources["store"] = dy.dtype
     problem = Problem(
         "backward",
@@ -374,30 +376,33 @@ def backward_call(
     return Call(plan.launches, tuple(arguments), plan, partials_shape, can_write_over_dy)
 
 
-def _x_words(tensors: RowsByName, problem: Problem, load: PlacedFunctor | None) -> Words:
-    """struct Load, or FunctorLoad around it. load: forward's functor."""
+def _x_words(tensors: RowsByName, problem: Problem, load: Sequence[PlacedFunctor]) -> Words:
+    """struct Load, or FunctorLoad around it. load: forward's functors."""
     words = [*row_words(tensors, "x")]
     if problem.load and problem.load.source:
-        words = [*_functor_words(load, "load", problem), *words]
+        words = [*_functor_words(load, problem), *words]
     return words
 
 
 def _dy_words(
     tensors: RowsByName,
     problem: Problem,
-    store: PlacedFunctor | None,
+    store: Sequence[PlacedFunctor],
     x_words: Words,
     *,
     writes: bool = True,
 ) -> Words:
-    """struct Load or DyThroughStore. store: forward's functor. writes: whether the
-    gradients of its arrays are written."""
+    """struct Load or DyThroughStore. store: forward's functors. writes: whether the gradients of
+    their arrays are written."""
     row = [*row_words(tensors, "dy")]
-    if store is None:
+    if not store:
         return row
-    of_store = _functor_words(store, "store", problem, backward=True)
-    if store.arrays and not writes:
-        of_store[-len(store.arrays) :] = [0] * len(store.arrays)
+    of_store = _functor_words(store, problem, backward=True)
+    if not writes:
+        names = {f"{each.label}.d{name}" for each in store for name in each.functor.arrays}
+        of_store = [
+            0 if isinstance(word, Address) and word.tensor in names else word for word in of_store
+        ]
     through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
     return [*x_words, *row, *through, *of_store]
 
@@ -418,15 +423,15 @@ def _backward_words(
     options: BackwardOptions,
     plan: Plan,
     read: Words,
-    load: PlacedFunctor | None,
+    load: Sequence[PlacedFunctor],
 ) -> Words:
-    """struct Backward of backward.cuh. read: its loads. load: forward's functor."""
+    """struct Backward of backward.cuh. read: its loads. load: forward's functors."""
     words = [*read, Address("weight")]
-    if load is not None:  # struct DxThroughLoad
+    if load:  # struct DxThroughLoad
         words += row_words(tensors, "input" if problem.input else "x")
-        words += _functor_words(load, "load", problem, backward=True)
+        words += _functor_words(load, problem, backward=True)
     words += [*row_words(tensors, "dx"), *row_words(tensors, "dsum")]
-    if problem.dresidual or problem.row_scale or problem.dropout or load is not None:
+    if problem.dresidual or problem.row_scale or problem.dropout or load:
         factor = [Address("row_scale"), *_dropout_words(options.dropout_p)]
         words += [*row_words(tensors, "dresidual"), *factor]
     if problem.recomputed:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..plan.functors import Fuse
+from .functors import bind_functors
 from .launch_choice import Launch, checked_launch
 from .options import extents_of, gradient_names, names_what_was_removed
 from .request import Array, BackwardOperands, BackwardOptions, BackwardRequest
@@ -34,6 +36,9 @@ def layer_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
+    fuse: Fuse = (),
+    input: Array | None = None,
+    bias: Array | None = None,
     launch: Launch | None = None,
 ) -> Backward | FusedBackward:
     """Gradients of layer_norm at x (derivation: cupynorm.reference.layer_norm).
@@ -55,8 +60,12 @@ def layer_norm_backward(
 
     row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
-    With any of these, or "dresidual" among the gradients, a FusedBackward is returned. One kernel
-    writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
+    With any of these, fuse, or "dresidual" among the gradients, a FusedBackward is returned. One
+    kernel writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
+
+    fuse: as in the forward, with the same seeds. bias: the forward's, for functors on y. input:
+        the forward's, for functors on x whose backward lines read x. With "functors" among the
+        gradients, FusedBackward.functors has those of their arrays.
 
     normalized_shape, zero_centered_weight, launch: as for layer_norm.
 
@@ -64,7 +73,10 @@ def layer_norm_backward(
     computed in float32 (float64 for float64) in a fixed order: they repeat to the bit. Raises as
     layer_norm.
     """
-    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, dropout_seed)
+    operands = BackwardOperands(
+        *(dy, x, mean, rstd, weight, dsum, bias, row_scale, dropout_seed),
+        *(input, bind_functors(fuse)),
+    )
     options = BackwardOptions(
         True,
         extents_of(normalized_shape),
@@ -98,6 +110,9 @@ def rms_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
+    fuse: Fuse = (),
+    input: Array | None = None,
+    bias: Array | None = None,
     launch: Launch | None = None,
 ) -> Backward | FusedBackward:
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned.
@@ -111,7 +126,10 @@ def rms_norm_backward(
 
     Returns Backward or FusedBackward, as layer_norm_backward, and raises as it.
     """
-    operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
+    operands = BackwardOperands(
+        *(dy, x, None, rstd, weight, dsum, bias, row_scale, dropout_seed),
+        *(input, bind_functors(fuse)),
+    )
     options = BackwardOptions(
         False,
         extents_of(normalized_shape),

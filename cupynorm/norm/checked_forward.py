@@ -1,30 +1,14 @@
-"""What a checked forward remembers, on a GPU and on the host: for autograd, and for dropout."""
+"""What a checked forward remembers, on a GPU and on the host: for autograd."""
 
 from __future__ import annotations
 
-import sys
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
-from ..gpu import arrays, nvrtc
+from ..gpu import arrays
 from .launch_choice import of_backward
 from .request import Array, BackwardOptions, ForwardRequest, is_plain, makes_sum
 from .results import FusedForward
-
-# A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
-SEED_LIMIT = 2**62
-
-
-def draw_seed(x: Array) -> Array:
-    """An int64 array of one element where x is, drawn by x's library there without a sync."""
-    if arrays.is_torch(x):
-        torch = sys.modules["torch"]
-        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
-    if isinstance(x, np.ndarray):
-        return np.random.randint(0, SEED_LIMIT, 1, np.int64)
-    return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
 
 
 def dtype_or_none(array: Array | None) -> str | None:
@@ -43,11 +27,13 @@ class CheckedForward:
     that autograd prepared.
     """
 
-    def __init__(self, request: ForwardRequest) -> None:
+    def __init__(self, request: ForwardRequest, stores_sum: bool) -> None:
+        """stores_sum: also what functors on x make alone is a sum, which is stored."""
         operands, options = request
         self.options = options
         self.dtype = arrays.dtype_name(operands.input)
-        self.makes_sum = makes_sum(request, self.dtype)
+        load = () if operands.functors is None else operands.functors.load
+        self.makes_sum = makes_sum(request, self.dtype) or bool(stores_sum and load)
         # After the checks residual_dtype always has a value.
         as_input = options._replace(residual_dtype=None)
         self.is_plain = options.residual_dtype == self.dtype and is_plain(
@@ -61,6 +47,7 @@ class CheckedForward:
             dbias_dtype=dtype_or_none(operands.bias),
             dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
             dropout_p=options.dropout_p,
+            applies_load=bool(load) and not self.makes_sum,
             launch=of_backward(options.launch),
         )
         self.backwards: dict[tuple, object] = {}

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import numbers
-import re
 
 import numpy as np
 
 from ..dtypes import DTYPES, FLOAT8S, compute_dtype
 from ..gpu import arrays
 from ..plan.functors import Functors
-from .functors import check_shape
+from .functors import check_shape, with_seeds
 from .options import check_gradients, dtype_name
 from .request import (
     Array,
@@ -108,13 +107,15 @@ def _take_functors(
     """The functors with their arrays converted."""
     if functors is None:
         return None
-    converted = []
-    for name, array in zip(functors.names(), functors.arrays()):
+    functors, converted = with_seeds(functors, x), []
+    for name, array, per_row in functors.named_arrays():
         array = arrays.take(array, name)
         check_dtype(array, name)
         check_same_place(array, x, name, "input")
-        check_shape(tuple(array.shape), tuple(x.shape), len(extents), name)
+        check_shape(tuple(array.shape), tuple(x.shape), len(extents), name, per_row)
         converted.append(array)
+    for name, seed in zip(functors.names_of_seeds(), functors.arrays()[len(converted) :]):
+        converted.append(_check_seed(seed, x, name))
     return functors.with_arrays(converted)
 
 
@@ -212,27 +213,29 @@ def check_overlap(operands: ForwardOperands) -> None:
 
 def _reader_of_others(functors: Functors | None) -> str:
     """The name of a functor whose lines read other columns; "" if there is none."""
-    for each in functors or ():
-        if each is not None and re.search(r"\b[xy]_at\b", each.functor.lines):
-            return each.functor.name
-    return ""
+    names = [
+        each.functor.name
+        for each in (functors.parts if functors else ())
+        if each.functor.reads_others
+    ]
+    return names[0] if names else ""
 
 
-def _check_seed(seed: object, x: Array) -> object:
+def _check_seed(seed: object, x: Array, name: str = "dropout_seed") -> object:
     """The seed, converted: an array of one int64, an int or None."""
     if seed is None or isinstance(seed, int):
         return seed
     if not hasattr(seed, "__dlpack__"):
         raise TypeError(
-            f"dropout_seed is {arrays.type_in_words(seed)}; expected an int or one element of int64"
+            f"{name} is {arrays.type_in_words(seed)}; expected an int or one element of int64"
         )
-    seed = arrays.take(seed, "dropout_seed")
+    seed = arrays.take(seed, name)
     if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
         raise ValueError(
-            f"dropout_seed has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; "
+            f"{name} has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; "
             "expected one element of int64, or an int"
         )
-    check_same_place(seed, x, "dropout_seed", "input")
+    check_same_place(seed, x, name, "input")
     return seed
 
 
@@ -299,7 +302,7 @@ def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> N
         ("round_x_hat", options.round_x_hat),
     ):
         if is_given and has_functors:
-            raise ValueError(f"{name} was given with load or store; expected only one of them")
+            raise ValueError(f"{name} was given with fuse; expected only one of them")
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:
@@ -330,8 +333,15 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         dtypes[f"{name}_dtype"] = default if name in options.gradients else None
     bias = input = None
     functors = _take_functors(given.functors, x, extents)
-    if functors is not None:
+    load = () if functors is None else functors.load
+    reading = [each.functor.name for each in load if each.functor.reads_argument]
+    if reading and not options.applies_load:
         input = take_like(given.input, x, shape, "input", "x")
+        if input is None:
+            raise TypeError(
+                f"input is None; expected the input of the forward, because the backward of "
+                f"{reading[0]} reads what it was applied to"
+            )
     if options.recompute or functors is not None:
         bias = take_like(given.bias, x, extents, "bias", "x")
     if options.dropout_p > 0 and given.dropout_seed is None:

@@ -5,17 +5,30 @@ cupynorm/plan/functors.py has the functors themselves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..dtypes import compute_dtype
-from ..gpu import arrays
+from ..gpu import arrays, nvrtc
 from ..gpu.arrays import Rows, View
-from ..plan.functors import ROLES, BoundFunctor, Functor, Functors, Fused
+from ..plan.functors import (
+    BoundFunctor,
+    Functor,
+    Functors,
+    Fused,
+    FusedPart,
+    check_chain,
+    labels,
+)
 from ..plan.problem import Layout
 
 Array = Any
 _ALL_ROWS = 2**62  # a period that no row reaches
+# A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
+SEED_LIMIT = 2**62
 
 
 class PlacedArray(NamedTuple):
@@ -32,15 +45,19 @@ class PlacedArray(NamedTuple):
 
 
 class PlacedFunctor(NamedTuple):
-    """A functor whose arrays have a place. gradients: the dtypes in which backward writes those of
-    the arrays, None for what is not wanted."""
+    """A functor whose arrays have a place.
+
+    label: how its arrays and seeds are named, as "silu_gate" in "silu_gate.gate".
+    gradients: the dtypes in which backward writes those of the arrays, None for what is not wanted.
+    """
 
     functor: Functor
     numbers: tuple[float, ...]
     arrays: tuple[PlacedArray, ...]
+    label: str
     gradients: tuple[str | None, ...] = ()
 
-    def fused(self, num_cols: int, pack_size: int, source: str | None) -> Fused:
+    def fused(self, num_cols: int, pack_size: int) -> FusedPart:
         """As plan/problem.py takes it. pack_size: the widest pack of the kernel."""
         reaches = []
         for array in self.arrays:
@@ -49,19 +66,25 @@ class PlacedFunctor(NamedTuple):
             reaches.append("row" if array.per_row else reach)
         dtypes = tuple(array.rows.dtype for array in self.arrays)
         gradients = self.gradients or (None,) * len(dtypes)
-        return Fused(self.functor, dtypes, tuple(reaches), source, gradients)
+        return FusedPart(self.functor, dtypes, tuple(reaches), gradients)
 
 
 class PlacedFunctors(NamedTuple):
-    load: PlacedFunctor | None = None
-    store: PlacedFunctor | None = None
+    """The functors of each role, in the order in which they apply."""
+
+    load: tuple[PlacedFunctor, ...] = ()
+    store: tuple[PlacedFunctor, ...] = ()
+
+    def fused(self, role: str, num_cols: int, pack_size: int, source: str | None) -> Fused | None:
+        """Those of a role, as plan/problem.py takes them."""
+        parts = tuple(each.fused(num_cols, pack_size) for each in getattr(self, role))
+        return Fused(parts, source) if parts else None
 
     def gradients(self) -> dict[str, str | None]:
-        """The dtype of the gradient of each array, as "store.dgate"; None if it is not wanted."""
+        """The dtype of the gradient of each array, as "silu_gate.dgate"; None if not wanted."""
         return {
-            f"{role}.d{name}": dtype
-            for role, each in zip(self._fields, self)
-            if each is not None
+            f"{each.label}.d{name}": dtype
+            for each in (*self.load, *self.store)
             for name, dtype in zip(each.functor.arrays, each.gradients)
         }
 
@@ -70,42 +93,110 @@ NO_FUNCTORS = PlacedFunctors()
 
 
 def bind_functors(
-    load: object, store: object, return_residual: bool = False, residual: object = None
-) -> Functors:
-    """load and store of a call as BoundFunctors. A functor that reads nothing needs no call."""
-    if load is not None and return_residual and residual is None:
-        raise ValueError(
-            "return_residual was given with load and no residual; expected a residual, because "
-            "what a load makes alone is not stored"
-        )
-    bound_functors = []
-    for role, functor in zip(ROLES, (load, store)):
-        if isinstance(functor, Functor):
-            functor = functor()
-        if functor is not None and not isinstance(functor, BoundFunctor):
+    fuse: object, return_residual: bool = False, residual: object = None
+) -> Functors | None:
+    """The functors of `fuse`, a sequence or one alone. One that reads nothing needs no call.
+
+    None: there are none.
+    """
+    if fuse.__class__ is tuple and not fuse:
+        return None
+    is_one = isinstance(fuse, (Functor, BoundFunctor)) or not isinstance(fuse, (tuple, list))
+    given = [fuse] if is_one else fuse
+    by_role = {"load": [], "store": []}
+    for each in given:
+        if isinstance(each, Functor):
+            each = each()
+        if not isinstance(each, BoundFunctor):
             raise TypeError(
-                f"{role} is {arrays.type_in_words(functor)}; expected a functor with its arrays, "
-                "as cupynorm.functors.silu_gate(gate=gate)"
+                f"fuse has {arrays.type_in_words(each)}; expected functors with their arrays, as "
+                "fuse=(cupynorm.functors.silu_gate(gate),)"
             )
-        bound_functors.append(functor)
-    return Functors(*bound_functors)
+        by_role[each.functor.role].append(each)
+    if by_role["load"] and return_residual and residual is None:
+        raise ValueError(
+            "return_residual was given without a residual and with a functor on x; expected a "
+            "residual, because what the functor makes alone is not stored"
+        )
+    for parts in by_role.values():
+        if parts:
+            check_chain([each.functor for each in parts])
+    return Functors(*map(tuple, by_role.values())) if given else None
 
 
 def key_of(functors: Functors, layout_key: Callable[[Any], object]) -> tuple:
     """What a prepared call depends on. Numbers count as text: 0.0 equals -0.0, and NaN no NaN."""
     return tuple(
-        each and (each.functor, str(each.numbers), tuple(map(layout_key, each.arrays)))
-        for each in functors
+        (each.functor, str(each.numbers), tuple(map(layout_key, each.arrays + each.seeds)))
+        for each in functors.parts
     )
+
+
+# Seeds.
+
+
+def draw_seed(x: Array) -> Array:
+    """An int64 array of one element where x is, drawn by x's library there without a sync."""
+    if arrays.is_torch(x):
+        torch = sys.modules["torch"]
+        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
+    if isinstance(x, np.ndarray):
+        return np.random.randint(0, SEED_LIMIT, 1, np.int64)
+    with x.device:
+        return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
+
+
+def _seed_at(x: Array, seed: int) -> Array:
+    """A seed as draw_seed makes one."""
+    if arrays.is_torch(x):
+        torch = sys.modules["torch"]
+        return torch.full((1,), seed, dtype=torch.int64, device=x.device)
+    if isinstance(x, np.ndarray):
+        return np.full(1, seed, np.int64)
+    with x.device:
+        return nvrtc.cupy().full(1, seed, np.int64)
+
+
+def with_seeds(functors: Functors, x: Array) -> Functors:
+    """The functors with each seed as an array where x is: None is drawn, an int is filled in."""
+    if not any(each.seeds for each in functors.parts):
+        return functors
+    made = []
+    for each in functors.arrays():
+        if each is None:
+            each = draw_seed(x)
+        elif isinstance(each, int):
+            each = _seed_at(x, each)
+        made.append(each)
+    return functors.with_arrays(made)
+
+
+def check_seeds_given(functors: Functors) -> None:
+    """Raises ValueError where a seed is None: an explicit backward could not repeat it."""
+    for name, each in zip(functors.names(), functors.arrays()):
+        if each is None:
+            raise ValueError(
+                f"{name} is None in an explicit forward or backward; expected an int or one "
+                "element of int64, the same in both"
+            )
 
 
 # Checks.
 
 
 def check_shape(
-    array_shape: tuple[int, ...], shape: tuple[int, ...], num_dims: int, name: str
+    array_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    num_dims: int,
+    name: str,
+    per_row: bool = False,
 ) -> None:
     """Raises ValueError unless kernels can read an array as one that is broadcast to this shape."""
+    if per_row:
+        leading = shape[: len(shape) - num_dims]
+        if array_shape != leading:
+            raise ValueError(f"{name} has shape {array_shape}; expected {leading}, one of each row")
+        return
     padded = (1,) * (len(shape) - len(array_shape)) + array_shape
     split = len(shape) - num_dims
     fits = len(padded) == len(shape)
@@ -122,12 +213,12 @@ def check_shape(
 
 def check_differentiable(functors: Functors) -> None:
     """Raises ValueError if a functor has no derivative."""
-    for role, each in zip(ROLES, functors):
-        if each is not None and each.functor.backward is None:
+    for each in functors.parts:
+        name = each.functor.name
+        if each.functor.backward is None:
             raise ValueError(
-                f"{role} is {each.functor.name}, which has no derivative, and a gradient was asked "
-                f"for; expected cupynorm.functor({each.functor.name!r}, ..., backward=...), or "
-                "torch.no_grad()"
+                f"fuse has {name}, which has no derivative, and a gradient was asked for; expected "
+                f"cupynorm.functor({name!r}, ..., backward=...), or torch.no_grad()"
             )
 
 
@@ -189,12 +280,17 @@ def _place(view: View, shape: tuple[int, ...], num_dims: int) -> PlacedArray | N
     )
 
 
-def place(array: Array, shape: tuple[int, ...], num_dims: int) -> tuple[PlacedArray, bool]:
+def place(
+    array: Array, shape: tuple[int, ...], num_dims: int, per_row: bool = False
+) -> tuple[PlacedArray, bool]:
     """The layout of an array, and whether it is that of a contiguous copy that each run makes.
 
-    shape: of the input.
+    shape: of the input. per_row: the array's is that without the normalised dimensions.
     """
     view = arrays.view(array)
+    if per_row:
+        ends = (1,) * num_dims, (0,) * num_dims
+        view = view._replace(shape=view.shape + ends[0], strides=view.strides + ends[1])
     placed = _place(view, shape, num_dims)
     if placed is not None and not view.is_lazy:
         return placed, False
@@ -208,26 +304,28 @@ def place(array: Array, shape: tuple[int, ...], num_dims: int) -> tuple[PlacedAr
 def place_all(
     functors: Functors | None, x: Array, num_dims: int, wanted: tuple[str, ...] = ()
 ) -> tuple[PlacedFunctors, list[bool]]:
-    """The functors of a call in their places, and for each array whether a run copies it.
+    """The functors of a call in their places, and for each of arrays() whether a run copies it.
 
     wanted: the names of arrays whose gradients backward writes.
     """
     if functors is None:
         return NO_FUNCTORS, []
-    shape, placed_functors, copied = tuple(x.shape), [], []
-    for role, each in zip(ROLES, functors):
-        if each is None:
-            placed_functors.append(None)
-            continue
-        places = [place(array, shape, num_dims) for array in each.arrays]
+    shape, placed, copied = tuple(x.shape), [], []
+    for label, each in zip(labels(functors.parts), functors.parts):
+        named = list(zip(each.functor.arrays, each.arrays))
+        places = [
+            place(array, shape, num_dims, name in each.functor.per_row) for name, array in named
+        ]
         copied += [copies for _, copies in places]
         gradients = tuple(
-            _gradient_dtype(array, x) if f"{role}.{name}" in wanted else None
-            for name, array in zip(each.functor.arrays, each.arrays)
+            _gradient_dtype(array, x) if f"{label}.{name}" in wanted else None
+            for name, array in named
         )
-        placed = tuple(array for array, _ in places)
-        placed_functors.append(PlacedFunctor(each.functor, each.numbers, placed, gradients))
-    return PlacedFunctors(*placed_functors), copied
+        own = tuple(array for array, _ in places)
+        placed.append(PlacedFunctor(each.functor, each.numbers, own, label, gradients))
+    count = len(functors.load)
+    copied += [False] * len(functors.names_of_seeds())
+    return PlacedFunctors(tuple(placed[:count]), tuple(placed[count:])), copied
 
 
 def _gradient_dtype(array: Array, x: Array) -> str:
@@ -238,11 +336,12 @@ def _gradient_dtype(array: Array, x: Array) -> str:
     )
 
 
-def summed(gradient: Array, target: tuple[int, ...]) -> Array:
+def summed(gradient: Array, target: tuple[int, ...], per_row: bool = False) -> Array:
     """A gradient of the input's shape, summed to the shape of the array that was broadcast."""
     shape = tuple(gradient.shape)
     if shape == target:
         return gradient
-    padded = (1,) * (len(shape) - len(target)) + target
+    missing = (1,) * (len(shape) - len(target))
+    padded = target + missing if per_row else missing + target
     axes = tuple(at for at, extent in enumerate(padded) if extent == 1 and shape[at] != 1)
     return (gradient.sum(axes) if axes else gradient).reshape(target)

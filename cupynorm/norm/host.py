@@ -9,8 +9,8 @@ from ..dtypes import compute_dtype, decode, encode
 from ..gpu import arrays
 from ..reference.layer_norm import affine
 from . import host_functors
-from .checked_forward import CheckedForward, draw_seed
-from .functors import summed
+from .checked_forward import CheckedForward
+from .functors import draw_seed, summed
 from .quantized_tensor import quantize_on_host
 from .request import Array, BackwardOperands, BackwardRequest, ForwardOperands, ForwardRequest
 from .results import FusedForward, Gradients
@@ -30,8 +30,8 @@ def _scaled(
 class HostForward(CheckedForward):
     """The sum by the reference, rounded once, and the norm of that."""
 
-    def __init__(self, request: ForwardRequest) -> None:
-        super().__init__(request)
+    def __init__(self, request: ForwardRequest, stores_sum: bool) -> None:
+        super().__init__(request, stores_sum)
         x, extents = request.operands.input, self.options.extents
         self.shape = tuple(x.shape)
         self.leading = self.shape[: len(self.shape) - len(extents)]
@@ -43,13 +43,11 @@ class HostForward(CheckedForward):
             seed = draw_seed(operands.input)
         added = self._sum(operands, seed)
         x = arrays.to_float64(added).reshape(self.matrix_shape)
-        load, store = operands.functors or (None, None)
-        if load is not None and not self.makes_sum:
-            x = host_functors.apply(load, "load", x, self.shape)
+        load, store = operands.functors or ((), ())
+        if not self.makes_sum:
+            x = host_functors.apply(load, x, self.shape)
         y64, mean, rstd = self._norm(x, operands.weight, operands.bias)
-        if store is not None:
-            y64 = host_functors.apply(store, "store", y64, self.shape)
-        y64 = y64.reshape(self.shape)
+        y64 = host_functors.apply(store, y64, self.shape).reshape(self.shape)
         if options.quantization is not None:
             y = quantize_on_host(options.quantization, operands, y64, options.extents)
         else:
@@ -71,8 +69,8 @@ class HostForward(CheckedForward):
         if not self.makes_sum:
             return operands.input
         values = arrays.to_float64(operands.input).reshape(self.matrix_shape)
-        if operands.functors is not None and operands.functors.load is not None:
-            values = host_functors.apply(operands.functors.load, "load", values, self.shape)
+        if operands.functors is not None:
+            values = host_functors.apply(operands.functors.load, values, self.shape)
         values = _scaled(values, operands.row_scale, self.options.dropout_p, seed)
         values = values.reshape(self.shape)
         if operands.residual is not None:
@@ -118,22 +116,22 @@ class HostBackward:
         options = self.options
         x, mean = operands.x, operands.mean
         x64, mean64 = self._matrix(x), _vector(mean)
-        load, store = operands.functors or (None, None)
+        load, store = operands.functors or ((), ())
         raw64, of_load, of_store = x64, [], []
-        if load is not None and operands.input is None:
-            x64 = host_functors.apply(load, "load", raw64, self.shape)
-        elif load is not None:
+        if options.applies_load:
+            x64 = host_functors.apply(load, raw64, self.shape)
+        elif operands.input is not None:
             raw64 = self._matrix(operands.input)
         dy64 = self._matrix(operands.dy)
-        if store is not None:
+        if store:
             y64 = self._y(operands, x64, mean64)
-            dy64, of_store = host_functors.gradients(store, "store", y64, dy64, self.shape)
+            dy64, of_store = host_functors.gradients(store, y64, dy64, self.shape)
         total, dweight, dbias = self._gradients(operands, dy64, x64, mean64)
         dx = dresidual = y = None
         if options.dx_dtype:
             scaled = _scaled(total, operands.row_scale, options.dropout_p, operands.dropout_seed)
-            if load is not None:
-                scaled, of_load = host_functors.gradients(load, "load", raw64, scaled, self.shape)
+            if load:
+                scaled, of_load = host_functors.gradients(load, raw64, scaled, self.shape)
             dx = arrays.from_float64(scaled.reshape(self.shape), options.dx_dtype, x)
         if options.dresidual_dtype:
             values = total.reshape(self.shape)
@@ -150,15 +148,15 @@ class HostBackward:
 
     def _of_functors(self, operands: BackwardOperands, gradients: list[np.ndarray]) -> tuple:
         """The wanted gradients of functors' arrays, rounded once after they are summed."""
-        functors, wanted = operands.functors, self.options.functor_gradients
-        if functors is None:
+        if operands.functors is None:
             return ()
+        named = operands.functors.named_arrays()
         return tuple(
             arrays.from_float64(
-                summed(each, tuple(array.shape)), arrays.dtype_name(array), operands.x
+                summed(each, tuple(array.shape), per_row), arrays.dtype_name(array), operands.x
             )
-            for name, array, each in zip(functors.names(), functors.arrays(), gradients)
-            if name in wanted
+            for (name, array, per_row), each in zip(named, gradients)
+            if name in self.options.functor_gradients
         )
 
     def _matrix(self, array: Array) -> np.ndarray:

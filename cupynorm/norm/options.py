@@ -20,6 +20,8 @@ _COMPUTED_SCALINGS = SCALINGS[1:]  # those that need no scale from the caller
 
 # Keywords of earlier versions, and what to write instead.
 REMOVED_KEYWORDS = {
+    "load": "fuse=, whose functors know whether they act on x or on y",
+    "store": "fuse=, whose functors know whether they act on x or on y",
     "weight1": "a second call with that weight",
     "bias1": "a second call with that bias",
     "dy1": "a second call with that dy, whose dx is the dsum of the first",

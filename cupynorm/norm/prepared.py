@@ -18,7 +18,7 @@ from ..plan.problem import Layout, Problem
 from . import host
 from .arguments import backward_call, forward_call
 from .cache import backwards, forwards, keep
-from .checked_forward import CheckedForward, draw_seed, dtype_or_none
+from .checked_forward import CheckedForward, dtype_or_none
 from .checks import (
     check_backward,
     check_forward,
@@ -26,7 +26,7 @@ from .checks import (
     check_overlap,
     share_an_address,
 )
-from .functors import PlacedFunctors, key_of, summed
+from .functors import PlacedFunctors, draw_seed, key_of, summed, with_seeds
 from .launch_choice import warn_on_host
 from .on_gpu import OnGpu, TensorOrder, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
@@ -84,13 +84,15 @@ def prepare_forward(
             )
             key += (*constants, share_an_address(scale, amax))
         if functors is not None:
+            functors = with_seeds(functors, input)
+            operands = operands._replace(functors=functors)
             key += key_of(functors, layout_key)
         prepared = forwards.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # Arrays of several libraries, none at all, or sparse ones: the checks say so.
         key = prepared = None
     if prepared is None:
-        checked = check_forward(request)
+        checked = check_forward(ForwardRequest(operands, options))
         operands = checked.operands
         _check_addresses(operands)
         check_out(checked)
@@ -103,7 +105,7 @@ def prepare_forward(
             _check_backward_strategy(checked)
         if arrays.on_host(operands.input):
             warn_on_host(options.launch)
-            prepared = host.HostForward(checked)
+            prepared = host.HostForward(checked, purpose is FOR_STATISTICS)
         else:
             prepared = PreparedForward(checked, purpose)
             keep(forwards, key, prepared)
@@ -161,7 +163,7 @@ class PreparedForward(CheckedForward, OnGpu):
     def __init__(self, request: ForwardRequest, purpose: str) -> None:
         """purpose: what is wanted, one of FOR_Y, FOR_STATISTICS and FOR_GRADIENTS."""
         operands, options = request
-        CheckedForward.__init__(self, request)
+        CheckedForward.__init__(self, request, purpose is FOR_STATISTICS)
         self.records = purpose is FOR_GRADIENTS
         self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
         read, tensors, functors = self._place_inputs(operands)
@@ -321,7 +323,7 @@ def _backward_key(request: BackwardRequest) -> tuple:
     if seed is not None:
         key += (seed.__class__ is int or layout_key(seed),)
     if functors is not None:
-        key += (layout_key(input), key_of(functors, layout_key))
+        key += (None if input is None else layout_key(input), key_of(functors, layout_key))
     return key
 
 
@@ -399,8 +401,8 @@ class PreparedBackward(OnGpu):
         # Where a run has the gradients of the functors' arrays, before they are summed.
         own = operands.functors
         self.of_functors = [
-            (order.place(name.replace(".", ".d", 1)), tuple(array.shape), array.dtype)
-            for name, array in (zip(own.names(), own.arrays()) if own else ())
+            (order.place(name.replace(".", ".d", 1)), tuple(array.shape), per_row, array.dtype)
+            for name, array, per_row in (own.named_arrays() if own else ())
             if name in options.functor_gradients
         ]
 
@@ -412,7 +414,7 @@ class PreparedBackward(OnGpu):
         """
         operands, options = request
         dx, dresidual = options.dx_dtype, options.dresidual_dtype
-        has_load = operands.functors is not None and operands.functors.load is not None
+        has_load = operands.functors is not None and bool(operands.functors.load)
         has_factor = operands.row_scale is not None or options.dropout_p > 0
         self.is_scaled = dx is not None and (has_factor or has_load)
         self.dresidual_is_dx = (
@@ -479,8 +481,8 @@ class PreparedBackward(OnGpu):
     def _summed(self, tensors: tuple) -> tuple:
         """The gradients of the functors' arrays, in their shapes and dtypes."""
         gradients = []
-        for at, shape, dtype in self.of_functors:
-            gradient = summed(tensors[at], shape)
+        for at, shape, per_row, dtype in self.of_functors:
+            gradient = summed(tensors[at], shape, per_row)
             is_torch = arrays.is_torch(gradient)
             gradients.append(gradient.to(dtype) if is_torch else gradient.astype(dtype, copy=False))
         return tuple(gradients)

@@ -88,7 +88,7 @@ class BackwardOperands(NamedTuple):
 
     bias is needed where y is recomputed.
     functors: those of forward. A store needs bias. input: what a load was applied to, where its
-    result is part of a sum; else x is that.
+    backward lines read that and x is not it.
     """
 
     dy: Array
@@ -109,8 +109,9 @@ class BackwardOptions(NamedTuple):
 
     recompute: also write y again, in dy's dtype.
     overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
-    functor_gradients: names of the functors' arrays whose gradients are wanted, as "store.gate".
-    With functors, "dx" is among the gradients.
+    functor_gradients: names of the functors' arrays whose gradients are wanted, as
+    "silu_gate.gate". With functors, "dx" is among the gradients.
+    applies_load: x is what a load was applied to, and backward applies it again.
     """
 
     centered: bool
@@ -125,6 +126,7 @@ class BackwardOptions(NamedTuple):
     recompute: bool = False
     overwrite_dy: bool = False
     functor_gradients: tuple[str, ...] = ()
+    applies_load: bool = False
     launch: Launch | None = None
 
 

@@ -84,12 +84,15 @@ class FusedBackward(NamedTuple):
     dx: that of the input alone, of the shape of x, in dx_dtype or else the dtype of x.
     dweight, dbias: as in Backward.
     dresidual: that of the residual, of the shape of x, in dresidual_dtype or else the dtype of x.
+    functors: those of the functors' arrays, in their shapes and dtypes, if "functors" was among the
+        gradients: of functors on x, then of those on y.
     """
 
     dx: Array | None
     dweight: Array | None
     dbias: Array | None
     dresidual: Array | None
+    functors: tuple[Array, ...] = ()
 
 
 class Gradients(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..gpu import arrays
 from . import autograd_loader
+from .functors import check_differentiable, check_seeds_given
 from .options import check_dropout_p, dropout_seed_of, with_checked_options
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from .request import (
@@ -77,6 +78,8 @@ def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
     if is_tensor(input) and input.is_meta and is_plain(request):
         return Forward(*torch_part().forward_of_meta(request))
     _refuse_jit_trace(input)
+    if request.operands.functors is not None:
+        check_seeds_given(request.operands.functors)
     prepared, operands = prepare_forward(request, FOR_STATISTICS)
     results = prepared.run(operands)
     return Forward(*results[:4]) if is_plain(request) else FusedForward(*results)
@@ -107,6 +110,8 @@ def explicit_backward(request: BackwardRequest) -> Backward | FusedBackward:
         operands = operands._replace(dropout_seed=seed)
         options = options._replace(dropout_p=dropout_p)
         request = BackwardRequest(operands, options)
+    if operands.functors is not None:
+        return _backward_with_functors(request)
     is_fused = (
         operands.row_scale is not None
         or options.dropout_p > 0
@@ -120,6 +125,21 @@ def explicit_backward(request: BackwardRequest) -> Backward | FusedBackward:
         return FusedBackward(*backward(request)[:4])
     prepared, operands = prepare_backward(request)
     return Backward(*prepared.run(operands)[:3])
+
+
+def _backward_with_functors(request: BackwardRequest) -> FusedBackward:
+    operands, options = request
+    functors, wanted = operands.functors, options.gradients
+    check_differentiable(functors)
+    check_seeds_given(functors)
+    named = functors.named_arrays() if "functors" in wanted else ()
+    options = options._replace(
+        gradients=wanted if "dx" in wanted else ("dx", *wanted),
+        functor_gradients=tuple(name for name, _, _ in named),
+    )
+    made = backward(BackwardRequest(operands, options))
+    dx = made.dx if "dx" in wanted else None
+    return FusedBackward(dx, *made[1:4], made.functors)
 
 
 def forward(request: ForwardRequest, purpose: str = FOR_STATISTICS) -> FusedForward:

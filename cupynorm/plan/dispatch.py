@@ -241,8 +241,8 @@ class Plan:
             ("tile", str(replace(self.tile, path=None))),
             ("statistics", self.statistics if self.problem.forward else "given"),
         ]
-        functors = (("load", self.problem.load), ("store", self.problem.store))
-        lines += [(role, f"functor {each}") for role, each in functors if each]
+        functors = (("x", self.problem.load), ("y", self.problem.store))
+        lines += [(f"fused, on {value}", str(each)) for value, each in functors if each]
         for launch in self.launches:
             shape = f"grid {launch.grid_size} x block {launch.block_size}"
             if launch.cluster_size > 1:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..dtypes import DTYPES, ELEMENTS
-from .functors import struct_text
 from .problem import Problem, Tile
 from .tile_model import keeps_sums
 
@@ -91,7 +90,7 @@ def cpp_bool(value: object) -> str:
 def load_x_name(problem: Problem) -> str:
     """The struct through which backward reads x."""
     if problem.load and problem.load.source:
-        struct = problem.load.struct("load", problem.compute)
+        struct = problem.load.struct(problem.compute)
         return f"FunctorLoad<{cpp_name(problem.load.source)}, {struct}>"
     return f"Load<{cpp_name(problem.x)}>"
 
@@ -102,20 +101,20 @@ def load_dy_name(problem: Problem) -> str:
         return f"Load<{cpp_name(problem.dy)}>"
     types = cpp_names(problem.store.source, problem.weight, problem.bias)
     flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
-    struct = problem.store.struct("store", problem.compute, backward=True)
+    struct = problem.store.struct(problem.compute, backward=True)
     return f"DyThroughStore<{load_x_name(problem)}, {types}, {flags}, {struct}>"
 
 
 def functor_structs(problem: Problem) -> str:
     """The structs that a kernel of the problem needs besides those of cuda_src."""
-    texts = []
-    for role, each in (("load", problem.load), ("store", problem.store)):
+    texts = {}  # as keys: backward, some of a load's are needed twice
+    for each in (problem.load, problem.store):
         if each is None:
             continue
-        if problem.forward or (role == "load" and each.source):
-            texts.append(struct_text(each.functor, role))
+        if problem.forward or (each is problem.load and each.source):
+            texts |= dict.fromkeys(each.texts(backward=False))
         if not problem.forward:
-            texts.append(struct_text(each.functor, role, backward=True))
+            texts |= dict.fromkeys(each.texts(backward=True))
     return "".join(texts)
 
 
@@ -144,7 +143,7 @@ def row_instance(
             types = cpp_names(problem.input, problem.residual_dtype)
             others = factor
             if problem.load:
-                others += f", {problem.load.struct('load', compute_of_load(problem))}"
+                others += f", {problem.load.struct(compute_of_load(problem))}"
             load_x = f"SumLoad<{types}, {cpp_name(problem.x)}, {others}>"
         rounded = f", {cpp_name(problem.round_x_hat)}" if problem.round_x_hat else ""
         outputs = cpp_names(problem.y, problem.weight, problem.bias)
@@ -154,7 +153,7 @@ def row_instance(
             scaling = f"Scaling::{problem.scaling}, Step::{step}"
             store = f"QuantizeStore<{outputs}, {zero_centered}, {rounded_to}, {scaling}>"
         if problem.store:
-            store = f"FunctorStore<{store}, {problem.store.struct('store', problem.compute)}>"
+            store = f"FunctorStore<{store}, {problem.store.struct(problem.compute)}>"
         arguments = f"{load_x}, {store}, {cpp_bool(problem.centered)}, Statistics::{statistics}"
     else:
         sums = keeps_sums(problem, tile)
@@ -177,8 +176,9 @@ def row_arguments(problem: Problem) -> str:
         types = cpp_names(problem.dx, problem.dresidual, problem.dsum)
         through = ""
         if problem.load:
-            struct = problem.load.struct("load", problem.compute, backward=True)
-            source = cpp_name(problem.input or problem.load.source)
+            struct = problem.load.struct(problem.compute, backward=True)
+            source = problem.input or problem.load.source
+            source = cpp_name(source if problem.load.reads_argument else None)
             through = f", DxThroughLoad<{source}, {struct}>"
         store = f"SplitStore<{types}, {factor}{through}>"
     if problem.recomputed:

@@ -21,12 +21,13 @@ def in_pairs(num_rows, num_cols):
 
 
 SHIPPED = {
-    "silu_gate": ("store", {}),
-    "bias_gelu": ("load", {"bias": "cols"}),
-    "ada_ln": ("store", {"scale": "rows", "shift": "cols"}),
-    "rotary": ("store", {"cos": in_halves, "sin": in_halves}),
-    "rotary_interleaved": ("store", {"cos": in_pairs, "sin": in_pairs}),
-    "layer_scale": ("load", {"scale": "cols"}),
+    "silu_gate": {},
+    "bias_gelu": {"bias": "cols"},
+    "ada_ln": {"scale": "rows", "shift": "cols"},
+    "rotary": {"cos": in_halves, "sin": in_halves},
+    "rotary_interleaved": {"cos": in_pairs, "sin": in_pairs},
+    "layer_scale": {"scale": "cols"},
+    "clamp": {"low": -0.5, "high": 0.75},
 }
 
 
@@ -43,11 +44,11 @@ def test_every_shipped_functor_is_checked():
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_shipped_functors(name, on):
-    role, arrays = SHIPPED[name]
+    arrays = SHIPPED[name]
     functor = getattr(functors, name)
     norm = "layer_norm" if len(name) % 2 else "rms_norm"
     given = functor(**arrays) if arrays else functor
-    result = cupynorm.check(**{role: given}, norm=norm, shapes=[(3, 40)], on=on)
+    result = cupynorm.check(fuse=given, norm=norm, shapes=[(3, 40)], on=on)
     assert result.ok, f"\n{result}"
     tensors = {found.tensor for found in result.findings}
     assert {"y", "dx", *(f"d{array}" for array in functor.arrays)} <= tensors
@@ -55,14 +56,14 @@ def test_shipped_functors(name, on):
 
 def test_a_result_that_overflows_its_dtype_is_right():
     functor = cupynorm.functor("large", "y = y * C(1e5);", reference=lambda y: y * 1e5)
-    result = cupynorm.check(store=functor, shapes=[(3, 8)], dtypes=["float16"], on="cpu")
+    result = cupynorm.check(fuse=functor, shapes=[(3, 8)], dtypes=["float16"], on="cpu")
     assert any(np.isinf(found.got) for found in result.findings) or result.ok
     assert result.ok, f"\n{result}"
 
 
-def off(functor, role="store"):
+def off(functor):
     """The tensors that are off, and why."""
-    result = cupynorm.check(**{role: functor}, shapes=[(3, 8)], on="cpu")
+    result = cupynorm.check(fuse=functor, shapes=[(3, 8)], on="cpu")
     return {found.tensor: found.diagnosis.cause for found in result.findings if not found.ok}
 
 
@@ -102,12 +103,12 @@ def test_other_wrong_lines_are_named():
     assert off(changed(gate, "y = y", "const C unused = y", "lines")) == {
         "y": "it is that of the norm alone: the lines do not change y"
     }
-    assert off(changed(scale, "dx = dx * scale;", ""), "load") == {
+    assert off(changed(scale, "dx = dx * scale;", "")) == {
         "dx": "the lines do not change dx: the derivative by x is missing"
     }
     early = changed(scale, "dscale = dx * x;", "")
     early = changed(early, "dx = dx * scale;", "dx = dx * scale; dscale = dx * x;")
-    assert off(early, "load") == {"dscale": "dx was overwritten before dscale was computed"}
+    assert off(early) == {"dscale": "dx was overwritten before dscale was computed"}
 
 
 NUMBER = cupynorm.functor(
@@ -119,27 +120,23 @@ NUMBER = cupynorm.functor(
     ("arguments", "sentence"),
     [
         (
-            {"store": replace(functors.silu_gate, reference=None)},
+            {"fuse": replace(functors.silu_gate, reference=None)},
             "silu_gate has no reference; expected a Python function",
         ),
-        ({"store": NUMBER}, r'numbers b; expected it .* as number\(a="full", b=0.5\)'),
+        ({"fuse": NUMBER}, r'numbers b; expected it .* as number\(a="full", b=0.5\)'),
         (
-            {"store": NUMBER(a="columns", b=1)},
-            "store.a is 'columns'; expected one of full, cols, rows, one, or a function",
+            {"fuse": NUMBER(a="columns", b=1)},
+            "number.a is 'columns'; expected one of full, cols, rows, one, or a function",
         ),
-        ({"load": functors.layer_scale(scale=np.ones(8))}, "load.scale is of type ndarray"),
+        ({"fuse": functors.layer_scale(scale=np.ones(8))}, "layer_scale.scale is of type ndarray"),
         (
-            {"load": functors.layer_scale(scale=lambda num_rows, num_cols: np.ones(3))},
+            {"fuse": functors.layer_scale(scale=lambda num_rows, num_cols: np.ones(3))},
             r"has shape \(3,\); expected \(5, 96\), or 1",
         ),
-        (
-            {"load": functors.layer_scale, "store": functors.silu_gate},
-            "load is given together with store; expected one of the two",
-        ),
-        ({"store": functors.silu_gate, "traps": True}, "store is given together with traps"),
-        ({"store": functors.silu_gate, "forward": len}, "store is given together with forward"),
-        ({"store": functors.silu_gate, "input": np.ones((2, 8))}, "together with input"),
-        ({"store": functors.silu_gate, "shapes": [(64, 768)]}, "shapes has 64 x 768; a functor"),
+        ({"fuse": functors.silu_gate, "traps": True}, "fuse is given together with traps"),
+        ({"fuse": functors.silu_gate, "forward": len}, "fuse is given together with forward"),
+        ({"fuse": functors.silu_gate, "input": np.ones((2, 8))}, "together with input"),
+        ({"fuse": functors.silu_gate, "shapes": [(64, 768)]}, "shapes has 64 x 768; a functor"),
     ],
 )
 def test_refusals(arguments, sentence):
@@ -148,13 +145,13 @@ def test_refusals(arguments, sentence):
 
 
 def test_what_is_no_functor_is_refused():
-    with pytest.raises(TypeError, match="store is of type str; expected a functor"):
-        cupynorm.check(store="y = 2 * y;", on="cpu")
+    with pytest.raises(TypeError, match="fuse has a str; expected functors"):
+        cupynorm.check(fuse="y = 2 * y;", on="cpu")
 
 
 def test_a_number_without_backward_in_each_strategy():
     given = NUMBER(a="rows", b=0.5)
     strategies = ["warp", "uncached"]
-    result = cupynorm.check(store=given, shapes=[(3, 16)], strategies=strategies, on="cpu")
+    result = cupynorm.check(fuse=given, shapes=[(3, 16)], strategies=strategies, on="cpu")
     assert result.ok and [found.tensor for found in result.findings] == ["y", "rstd", "mean"] * 2
     assert "uncached" in result.findings[-1].case

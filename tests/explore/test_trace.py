@@ -147,24 +147,23 @@ def test_a_functor_moves_its_arrays_and_nothing_else():
     tile = cupynorm.Tile(pack_size=4, threads_per_row=4, packs_per_thread=4, rows_per_block=16)
     plain = {"num_cols": 64, "num_rows": 3, "dtype": "float32", "strategy": "warp", "tile": tile}
     without = traced(**plain)
-    trace = traced(**plain, store=cupynorm.functors.silu_gate)
-    assert trace.bytes == without.bytes | {"store.gate": (3 * 64 * 4, 3 * 64 * 4)}
+    trace = traced(**plain, fuse=cupynorm.functors.silu_gate)
+    assert trace.bytes == without.bytes | {"silu_gate.gate": (3 * 64 * 4, 3 * 64 * 4)}
     assert different_bytes(trace) == trace.plan.bytes_moved + 3 * 64 * 4
-    trace = traced(**plain, direction="backward", load=cupynorm.functors.layer_scale(scale="cols"))
-    assert trace.bytes["load.scale"][1] == 64 * 4
-    assert trace.bytes["load.dscale"] == (3 * 64 * 4, 3 * 64 * 4)  # summed afterwards
+    trace = traced(**plain, direction="backward", fuse=cupynorm.functors.layer_scale(scale="cols"))
+    assert trace.bytes["layer_scale.scale"][1] == 64 * 4
+    assert trace.bytes["layer_scale.dscale"] == (3 * 64 * 4, 3 * 64 * 4)  # summed afterwards
 
 
 def test_functors_of_a_trace_that_do_not_fit():
     gate = cupynorm.functors.silu_gate
     for more, sentence in (
-        ({"residual": True}, "store and residual are given; expected one of"),
-        ({"load": gate}, "load and store are given"),
+        ({"residual": True}, "fuse and residual are given; expected one of"),
         ({"direction": "backward"}, "functor twice has no backward lines"),
     ):
-        store = cupynorm.functor("twice", "y = y + y;") if "direction" in more else gate
+        fuse = cupynorm.functor("twice", "y = y + y;") if "direction" in more else gate
         with pytest.raises(ValueError, match=sentence):
-            traced(num_cols=64, store=store, **more)
+            traced(num_cols=64, fuse=fuse, **more)
 
 
 def test_a_trace_prints_and_draws():

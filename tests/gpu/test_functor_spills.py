@@ -8,7 +8,7 @@ from cupynorm import functors
 from cupynorm.gpu.nvrtc import compile_for
 from cupynorm.plan import dispatch
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.functors import FunctorError, Fused, functor
+from cupynorm.plan.functors import FunctorError, Fused, FusedPart, functor
 from cupynorm.plan.problem import Layout, Problem
 
 pytest.importorskip("cupy")
@@ -17,7 +17,8 @@ GPUS = {90: DEVICES["H200"], 80: DEVICES["A100"]}
 
 def fused(own, source=None, gradient=None, dtype="float16"):
     count = len(own.arrays)
-    return Fused(own, (dtype,) * count, ("packs",) * count, source, (gradient,) * count)
+    part = FusedPart(own, (dtype,) * count, ("packs",) * count, (gradient,) * count)
+    return Fused((part,), source)
 
 
 def problem(direction, num_cols, **fields):

@@ -95,7 +95,7 @@ def given_of(role: str, path: Path_, norm: str, shape: str) -> FunctorProblem:
     drawn = np.random.default_rng(3).standard_normal((rows, cols))
     own = ROLES[role]
     values = {own.arrays[0]: decode(encode(drawn, path.dtype), path.dtype)}
-    return FunctorProblem(random_problem(case), role, own, values, {"alpha": 0.75})
+    return FunctorProblem(random_problem(case), own, values, {"alpha": 0.75})
 
 
 CASES = [
@@ -159,12 +159,14 @@ def through_the_api(library, x, own, dtype, residual=None):
     """y and all gradients of a call with functors, of the kernels."""
     weight = library.asarray(np.linspace(0.5, 1.5, x.shape[-1]).astype(dtype))
     options = {"residual": residual} if residual is not None else {}
-    y = cupynorm.layer_norm(x, x.shape[-1], weight, load=own.load, store=own.store, **options)
+    y = cupynorm.layer_norm(x, x.shape[-1], weight, fuse=own.parts, **options)
     compute = np.float64 if dtype == "float64" else np.float32
     mean = library.zeros(x.shape[:-1], compute)
     rstd = library.ones(x.shape[:-1], compute)
     operands = BackwardOperands(y, x, mean, rstd, weight, functors=own)
-    options = BackwardOptions(True, (x.shape[-1],), functor_gradients=own.names())
+    options = BackwardOptions(
+        True, (x.shape[-1],), functor_gradients=own.names(), applies_load=bool(own.load)
+    )
     made = route.backward(BackwardRequest(operands, options))
     return [as_numpy(each) for each in (y, made.dx, made.dweight, *made.functors)]
 
@@ -182,7 +184,7 @@ def test_layouts_of_an_array(layout, library):
     results = []
     for form in ("contiguous", layout):
         gate_, bias_ = (lay_out(library, each, form) for each in (gate, bias))
-        own = bind_functors(functors.bias_gelu(bias=bias_), functors.silu_gate(gate=gate_))
+        own = bind_functors((functors.bias_gelu(bias_), functors.silu_gate(gate_)))
         results.append(through_the_api(library, library.asarray(x), own, "float16"))
     for right, got in zip(*results):
         assert np.isfinite(np.float64(right)).all()
@@ -212,7 +214,7 @@ def test_broadcast_arrays(shape, library):
         library.asarray(np.ascontiguousarray(np.broadcast_to(gate, x.shape))),
     )
     alone, full = (
-        through_the_api(library, x, bind_functors(None, functors.silu_gate(gate=each)), "float32")
+        through_the_api(library, x, bind_functors(functors.silu_gate(each)), "float32")
         for each in given
     )
     for right, got in zip(full[:3], alone[:3]):
@@ -250,11 +252,13 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
     weight = library.asarray(np.linspace(1, 2, num_cols).astype("float32"))
     launch, results = ONE_TILE[num_cols], []
     for is_loaded in (True, False):
-        load = functors.layer_scale(scale=scale) if is_loaded else None
-        own = bind_functors(load, MIXED(gate=gate, alpha=0.5))
+        load = (functors.layer_scale(scale),) if is_loaded else ()
+        own = bind_functors((*load, MIXED(gate=gate, alpha=0.5)))
         options = ForwardOptions(True, (num_cols,), 1e-5, dropout_p=0.25, launch=launch)
         row = x if is_loaded else x * scale
-        operands = ForwardOperands(row, weight, None, residual, None, row_scale, 7, functors=own)
+        operands = ForwardOperands(
+            row, weight, None, residual, row_scale=row_scale, dropout_seed=7, functors=own
+        )
         made = route.forward(with_checked_options(ForwardRequest(operands, options)))
         operands = BackwardOperands(
             *(dy, made.sum, made.mean, made.rstd, weight, None, None, row_scale, 7),
@@ -287,6 +291,95 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
     operands = ForwardOperands(made.sum, weight, functors=own)
     alone = route.forward(ForwardRequest(operands, ForwardOptions(True, (num_cols,), 1e-5)))
     np.testing.assert_allclose(as_numpy(alone.y), as_numpy(made.y), rtol=1e-5, atol=1e-5)
+
+
+# Several functors.
+
+SHIFTED = cupynorm.functor(  # its backward reads no x
+    "shifted",
+    "x = x * scale + C(seed % 7) * C(row);",
+    arrays=("scale",),
+    per_row=("scale",),
+    seeds=("seed",),
+    backward="dx = dx * scale;",
+)
+STRATEGIES = {33: None, 65: None, 66: "uncached"}
+
+
+@pytest.mark.parametrize("num_cols", STRATEGIES)
+@pytest.mark.parametrize("adds", [False, True])
+def test_several_functors(num_cols, adds, library):
+    """y and every gradient of two chains, as torch has them for the formulas; in any order between
+    x and y. The first one on y reads other columns."""
+    torch = pytest.importorskip("torch")
+    generator = np.random.default_rng(num_cols)
+    shapes = {"bias": (num_cols,), "gate": (5, num_cols), "scale": (num_cols,), "gate2": (5, 1)}
+    shapes |= {name: (5, num_cols) for name in ("x", "residual", "dy")}
+    drawn = {name: generator.standard_normal(shape) for name, shape in shapes.items()}
+    x, residual, dy, bias, gate, scale, gate2 = (
+        library.asarray(drawn[name])
+        for name in ("x", "residual", "dy", "bias", "gate", "scale", "gate2")
+    )
+    residual = residual if adds else None
+    fuse = (
+        *(MIXED(gate, 0.5), SOFT(bias, 0.25), functors.silu_gate(gate2)),
+        *(functors.layer_scale(scale), functors.silu_gate(gate)),
+    )
+    options = {"launch": Launch(STRATEGIES[num_cols])}
+    made = cupynorm.layer_norm_forward(x, num_cols, residual=residual, fuse=fuse, **options)
+    wanted = ("dx", "dresidual", "functors")
+    back = cupynorm.layer_norm_backward(
+        *(dy, made.sum, num_cols, made.mean, made.rstd),
+        fuse=fuse,
+        input=x,
+        gradients=wanted,
+        **options,
+    )
+    given = {name: torch.tensor(each).requires_grad_() for name, each in drawn.items()}
+    row = (given["bias"] + torch.tanh(0.25 * given["x"])) * given["scale"]
+    row = row + given["residual"] if adds else row
+    y = torch.nn.functional.layer_norm(row, (num_cols,))
+    y = y * given["gate"] + 0.5 * y.flip(1) * torch.arange(1, 6)[:, None]
+    y = y * torch.nn.functional.silu(given["gate2"]) * torch.nn.functional.silu(given["gate"])
+    np.testing.assert_allclose(as_numpy(made.y), y.detach(), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(as_numpy(made.sum), row.detach(), rtol=1e-12)
+    names = ["x", "bias", "scale", "gate", "gate2"]
+    dx, *others, of_gate2 = torch.autograd.grad(
+        y, [row if name == "sum" else given[name] for name in names], torch.tensor(drawn["dy"])
+    )
+    of_bias, of_scale, of_mixed, of_silu2, of_silu = back.functors
+    right = {"dx": dx, "bias": others[0], "scale": others[1], "gate2": of_gate2, "gate": others[2]}
+    got = {"dx": back.dx, "bias": of_bias, "scale": of_scale, "gate2": of_silu2}
+    got["gate"] = of_mixed + of_silu
+    for name, each in got.items():
+        np.testing.assert_allclose(as_numpy(each), right[name], rtol=1e-8, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.parametrize("num_cols", STRATEGIES)
+def test_a_gradient_that_needs_no_input(num_cols, library):
+    """Seeds and arrays of one element per row, in a kernel that reads no input in backward."""
+    generator = np.random.default_rng(num_cols)
+    x, residual = (
+        library.asarray(generator.standard_normal((3, 2, num_cols)).astype("float32"))
+        for _ in range(2)
+    )
+    scale = library.asarray(np.exp2(np.arange(6.0)).astype("float32").reshape(3, 2))
+    options = {"launch": Launch(STRATEGIES[num_cols])}
+    fuse = SHIFTED(scale, 2**40 + 3)
+    made = cupynorm.rms_norm_forward(x, num_cols, residual=residual, fuse=fuse, **options)
+    shifts = (2**40 + 3) % 7 * np.arange(6.0).reshape(3, 2, 1)
+    right = as_numpy(x) * as_numpy(scale)[..., None] + shifts + as_numpy(residual)
+    np.testing.assert_allclose(as_numpy(made.sum), right, rtol=1e-6, atol=1e-6)
+    wanted = ("dx", "dresidual")
+    seed = library.asarray(np.array([2**40 + 3]))
+    back = cupynorm.rms_norm_backward(
+        *(made.y, made.sum, num_cols, made.rstd),
+        fuse=SHIFTED(scale, seed),
+        gradients=wanted,
+        **options,
+    )
+    right = as_numpy(back.dresidual) * as_numpy(scale)[..., None]
+    np.testing.assert_array_equal(as_numpy(back.dx), right)
 
 
 @pytest.mark.slow

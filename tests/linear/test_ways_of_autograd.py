@@ -26,7 +26,7 @@ class ResidualNorm(LayerNorm):
 
 class GatedNorm(RMSNorm):
     def forward(self, x):
-        return super().forward(x, store=cupynorm.functors.silu_gate(gate=x))
+        return super().forward(x, fuse=cupynorm.functors.silu_gate(gate=x))
 
 
 class EightBits(torch.nn.Sequential):

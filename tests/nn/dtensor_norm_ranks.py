@@ -233,7 +233,7 @@ def what_is_refused(ranks):
         (partial(norm, rows, 8, weight, row_scale=of_row), f"row_scale is a Tensor {plain}"),
         (partial(norm, rows, 8, residual=x), f"residual is a Tensor {plain}"),
         (partial(norm, rows, 8, row_scale=too_few), "row_scale has shape (3,)"),
-        (partial(norm, rows, 8, store=silu), f"load or store {given}"),
+        (partial(norm, rows, 8, fuse=silu), f"fuse {given}"),
         (partial(norm, rows, 8, out=x), f"out {given}"),
         (partial(norm, rows, 8, dropout_p=0.5, **seed), f"dropout_p {given}"),
         (partial(rms, rows, 8, out_dtype="float8_e5m2"), f"an 8-bit out_dtype {given}"),

@@ -33,8 +33,7 @@ def sums(x, weight, bias, scale, gate, residual):
         bias,
         residual=residual,
         return_residual=True,
-        load=functors.layer_scale(scale=scale),
-        store=functors.silu_gate(gate=gate),
+        fuse=(functors.layer_scale(scale), functors.silu_gate(gate)),
     )
 
 
@@ -43,19 +42,18 @@ def alone(x, weight, bias, scale, shift):
         x,
         8,
         weight,
-        load=functors.bias_gelu(bias=bias),
-        store=functors.ada_ln(scale=scale, shift=shift),
+        fuse=[functors.bias_gelu(bias), functors.ada_ln(scale, shift)],
     )
 
 
 def rotated(x, weight, angle):
     turns = torch.cat([angle, angle], -1)
-    store = functors.rotary(cos=turns.cos(), sin=turns.sin())
-    return cupynorm.layer_norm(x, 8, weight, store=store)
+    fuse = functors.rotary(cos=turns.cos(), sin=turns.sin())
+    return cupynorm.layer_norm(x, 8, weight, fuse=fuse)
 
 
 def raised(x, gate):
-    return cupynorm.rms_norm(x, 8, store=POWER(gate=gate.exp(), p=1.5))
+    return cupynorm.rms_norm(x, 8, fuse=POWER(gate=gate.exp(), p=1.5))
 
 
 CALLS = {
@@ -76,7 +74,7 @@ def test_some_gradients_of_low_precision():
     """A tensor that wants none gets none; dtypes are those of the tensors."""
     x = draw(4, 8, dtype=torch.bfloat16, requires_grad=False)
     gate = draw(8, dtype=torch.float16)
-    y = cupynorm.layer_norm(x, 8, store=functors.silu_gate(gate=gate))
+    y = cupynorm.layer_norm(x, 8, fuse=functors.silu_gate(gate=gate))
     assert y.dtype == torch.bfloat16 and x.grad is None
     y.sum().backward()
     wide = gate.detach().double().requires_grad_()
@@ -86,11 +84,18 @@ def test_some_gradients_of_low_precision():
     torch.testing.assert_close(gate.grad.double(), right, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("call", [sums, rotated])
+def test_second_derivatives(call):
+    """By the functors' texts of torch."""
+    given = [draw(*shape) for shape in CALLS[call]]
+    assert torch.autograd.gradgradcheck(lambda *tensors: first(call(*tensors)), given)
+
+
 @pytest.mark.slow
-def test_compiled():
-    """The call breaks the graph. Results have the bits of eager ones, for any number of rows."""
-    call = sums
-    compiled = torch.compile(call, backend="aot_eager")
+@pytest.mark.parametrize("call", [sums, alone, rotated])
+def test_compiled(call):
+    """One graph, of the functors' texts of torch, for any number of rows."""
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for num_samples in (2, 5):
         shapes = [(num_samples, *shape[1:]) if shape[0] == 2 else shape for shape in CALLS[call]]
         given = [draw(*shape) for shape in shapes]
@@ -101,9 +106,87 @@ def test_compiled():
             gradients = torch.autograd.grad(sum(part.sin().sum() for part in made), given)
             results.append((*made, *gradients))
         for right, got in zip(*results):
-            assert torch.equal(right, got)
-    with torch.no_grad():
-        assert torch.equal(first(compiled(*given)), first(call(*given)))
+            torch.testing.assert_close(right, got)
+
+
+def test_a_functor_without_a_text_of_torch_breaks_the_graph():
+    """The results have the bits of eager calls."""
+    x, gate = (draw(3, 8, requires_grad=False).exp() for _ in range(2))
+    compiled = torch.compile(lambda *given: raised(*given) + 1, backend="eager")
+    assert torch.equal(compiled(x, gate), raised(x, gate) + 1)
+
+
+def test_transformed_and_exported():
+    x, gate, scale = draw(3, 8), draw(3, 8), draw(8)
+
+    def call(x, gate):
+        return cupynorm.rms_norm(x, 8, fuse=(functors.layer_scale(scale), functors.silu_gate(gate)))
+
+    right = call(x, gate)
+    torch.testing.assert_close(torch.func.vmap(call)(x, gate), right)
+    torch.testing.assert_close(torch.func.vmap(lambda gate: call(x[0], gate))(gate)[0], right[0])
+    _, tangent = torch.func.jvp(call, (x, gate), (x, gate))
+    assert torch.isfinite(tangent).all()
+
+    class Module(torch.nn.Module):
+        def forward(self, x, gate):
+            return call(x, gate)
+
+    exported = torch.export.export(Module(), (x, gate)).module()
+    torch.testing.assert_close(exported(x, gate), right)
+
+
+NOISY = cupynorm.functor(
+    "noisy",
+    "x = x * s + C(seed % 5);",
+    arrays=("s",),
+    per_row=("s",),
+    seeds=("seed",),
+    backward="dx = dx * s;",
+    torch=lambda x, s, seed: x * s + (seed % 5).to(x.dtype),
+)
+
+
+def test_seeds_and_an_input_that_backward_does_not_read():
+    """A drawn seed is that of backward, and of rows the sum alone is kept."""
+    x, residual, scale = draw(3, 2, 8), draw(3, 2, 8), draw(3, 2, requires_grad=False)
+    torch.manual_seed(1)
+    y = cupynorm.layer_norm(x, 8, residual=residual, fuse=NOISY(scale))
+    torch.manual_seed(1)
+    again = cupynorm.layer_norm(x, 8, residual=residual, fuse=NOISY(scale, seed=None))
+    assert torch.equal(y, again)
+    saved = [each for each in y.grad_fn.saved_tensors if each is not None]
+    assert [tuple(each.shape) for each in saved if each.ndim == 3] == [(3, 2, 8)]
+    seed = saved[-1]
+    assert seed.dtype == torch.int64 and seed.shape == (1,)
+    other = NOISY(scale, seed.item())
+    assert torch.equal(cupynorm.layer_norm(x, 8, residual=residual, fuse=other), y)
+    given = x, residual
+
+    def call(x, residual, seed=seed):
+        return cupynorm.layer_norm(x, 8, residual=residual, fuse=NOISY(scale, seed))
+
+    assert torch.autograd.gradcheck(call, given) and torch.autograd.gradgradcheck(call, given)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, residual, 7), call(x, residual, 7))
+    assert torch.isfinite(compiled(x, residual, None)).all()
+
+
+def test_the_gradient_of_an_array_per_row():
+    times = cupynorm.functor(
+        "times",
+        "x = x * s;",
+        arrays=("s",),
+        per_row=("s",),
+        backward="ds = dx * x; dx = dx * s;",
+    )
+    given = draw(3, 2, 8), draw(3, 2), draw(3, 2, 8)
+
+    def call(x, scale, residual):
+        return cupynorm.layer_norm(x, 8, residual=residual, fuse=times(scale))
+
+    assert torch.autograd.gradcheck(call, given)
+    assert torch.autograd.gradcheck(lambda x, s: cupynorm.rms_norm(x, 8, fuse=times(s)), given[:2])
 
 
 def first(made):
@@ -114,7 +197,7 @@ def first(made):
 def test_modules(name):
     norm = getattr(cupynorm, name)(8, dtype=torch.float64)
     x, gate = draw(2, 3, 8), draw(2, 1, 8)
-    y = norm(x, store=functors.silu_gate(gate=gate))
+    y = norm(x, fuse=functors.silu_gate(gate=gate))
     torch.testing.assert_close(y, norm(x) * torch.nn.functional.silu(gate))
     y.sum().backward()
     assert norm.weight.grad.abs().max() > 0 and gate.grad.shape == gate.shape
@@ -122,26 +205,28 @@ def test_modules(name):
 
 def test_without_a_derivative():
     x = draw(3, 8)
-    words = r"store is doubled, which has no derivative.*cupynorm.functor\('doubled', \.\.\., backw"
+    words = r"fuse has doubled, which has no derivative.*cupynorm.functor\('doubled', \.\.\., backw"
     with pytest.raises(ValueError, match=words):
-        cupynorm.layer_norm(x, 8, store=DOUBLED)
+        cupynorm.layer_norm(x, 8, fuse=DOUBLED)
     with torch.no_grad():
-        y = cupynorm.layer_norm(x, 8, store=DOUBLED)
+        y = cupynorm.layer_norm(x, 8, fuse=DOUBLED)
     torch.testing.assert_close(y, 2 * cupynorm.layer_norm(x.detach(), 8))
-    torch.testing.assert_close(y, cupynorm.layer_norm(x.detach(), 8, store=DOUBLED))
+    torch.testing.assert_close(y, cupynorm.layer_norm(x.detach(), 8, fuse=DOUBLED))
 
 
 def test_refusals():
     x, gate = draw(3, 8), draw(3, 8)
     store = functors.silu_gate(gate=gate)
-    with pytest.raises(ValueError, match="out was given with load or store to a call that torch"):
-        cupynorm.layer_norm(x, 8, store=store, out=torch.empty_like(x))
-    with pytest.raises(NotImplementedError, match="load or store was given to a call that torch"):
-        torch.func.vmap(lambda each: cupynorm.layer_norm(each, 8, store=store))(x)
-    with pytest.raises(ValueError, match="store.gate is a NumPy array, input is a torch tensor"):
-        cupynorm.layer_norm(x, 8, store=functors.silu_gate(gate=gate.detach().numpy()))
-    y = cupynorm.layer_norm(x, 8, store=store)
-    with pytest.raises(NotImplementedError, match="of a norm with load or store was .* create_gr"):
+    with pytest.raises(ValueError, match="out was given with fuse to a call that torch"):
+        cupynorm.layer_norm(x, 8, fuse=store, out=torch.empty_like(x))
+    with pytest.raises(NotImplementedError, match="a functor without torch= was given to a"):
+        torch.func.vmap(lambda each: cupynorm.layer_norm(each, 8, fuse=POWER(gate[0], 2)))(x)
+    with pytest.raises(
+        ValueError, match="silu_gate.gate is a NumPy array, input is a torch tensor"
+    ):
+        cupynorm.layer_norm(x, 8, fuse=functors.silu_gate(gate=gate.detach().numpy()))
+    y = cupynorm.layer_norm(x, 8, fuse=POWER(gate, 2))
+    with pytest.raises(NotImplementedError, match="of a norm with a functor without torch= was"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
@@ -171,8 +256,8 @@ def test_cupy_arrays_and_wrong_lines_on_a_gpu():
     cupy = pytest.importorskip("cupy")
     x, gate = cupy.random.randn(64, 768).astype("float32"), cupy.random.randn(1, 768)
     gate = gate.astype("float32")
-    y = cupynorm.layer_norm(x, 768, store=functors.silu_gate(gate=gate))
-    right = cupynorm.layer_norm(x.get(), 768, store=functors.silu_gate(gate=gate.get()))
+    y = cupynorm.layer_norm(x, 768, fuse=functors.silu_gate(gate=gate))
+    right = cupynorm.layer_norm(x.get(), 768, fuse=functors.silu_gate(gate=gate.get()))
     assert abs(y.get() - right).max() < 1e-5
     with pytest.raises(cupynorm.FunctorError, match="wrong"):
-        cupynorm.layer_norm(x, 768, store=cupynorm.functor("wrong", "y = z;"))
+        cupynorm.layer_norm(x, 768, fuse=cupynorm.functor("wrong", "y = z;"))

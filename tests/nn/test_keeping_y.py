@@ -183,8 +183,8 @@ def test_refusals():
     with pytest.raises(NotImplementedError, match="memory_efficient was asked for with create_gr"):
         torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
     gate = functors.silu_gate(gate=torch.ones(3, 8))
-    with pytest.raises(ValueError, match="memory_efficient was given with load or store"):
-        module(x, store=gate)
+    with pytest.raises(ValueError, match="memory_efficient was given with fuse"):
+        module(x, fuse=gate)
     with pytest.raises(TypeError, match=r"residual_dtype is 'int8'; expected one of float16"):
         module(x, residual_dtype="int8")
 

@@ -157,7 +157,7 @@ def test_a_negated_dropout_seed(device):
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_functors_with_negated_arrays(device, is_recorded):
     def call(x, gate):
-        given = {"store": cupynorm.functors.silu_gate(gate=gate)}
+        given = {"fuse": cupynorm.functors.silu_gate(gate=gate)}
         with torch.set_grad_enabled(is_recorded):
             y = cupynorm.layer_norm(x, COLS, **given)
         return y.detach(), *(torch.autograd.grad(y.sum(), (x, gate)) if is_recorded else ())

@@ -263,7 +263,7 @@ SHARED = [
     (
         ValueError,
         "out is the input, and functor rotary reads other columns; expected memory of its own",
-        {"store": "rotary", "out": "x"},
+        {"fuse": "rotary", "out": "x"},
     ),
 ]
 
