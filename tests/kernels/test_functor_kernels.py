@@ -325,7 +325,7 @@ def test_several_functors(num_cols, adds, library):
         *(MIXED(gate, 0.5), SOFT(bias, 0.25), functors.silu_gate(gate2)),
         *(functors.layer_scale(scale), functors.silu_gate(gate)),
     )
-    options = {"launch": Launch(STRATEGIES[num_cols])}
+    options = {"launch": cupynorm.Launch(STRATEGIES[num_cols])}
     made = cupynorm.layer_norm_forward(x, num_cols, residual=residual, fuse=fuse, **options)
     wanted = ("dx", "dresidual", "functors")
     back = cupynorm.layer_norm_backward(
@@ -364,7 +364,7 @@ def test_a_gradient_that_needs_no_input(num_cols, library):
         for _ in range(2)
     )
     scale = library.asarray(np.exp2(np.arange(6.0)).astype("float32").reshape(3, 2))
-    options = {"launch": Launch(STRATEGIES[num_cols])}
+    options = {"launch": cupynorm.Launch(STRATEGIES[num_cols])}
     fuse = SHIFTED(scale, 2**40 + 3)
     made = cupynorm.rms_norm_forward(x, num_cols, residual=residual, fuse=fuse, **options)
     shifts = (2**40 + 3) % 7 * np.arange(6.0).reshape(3, 2, 1)
