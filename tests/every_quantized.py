@@ -41,8 +41,7 @@ def quantized_cases() -> list[tuple[Case, How]]:
         shared = Case("layer_norm", 9, 128, "float64", strategy=strategy)
         every.append((shared, How(E5M2, "block")))
         options = {
-            "residual": True,
-            "residual_dtype": "float32",
+            "residual": "float32",
             "dropout_p": 0.2,
             "row_scale": "float32",
         }

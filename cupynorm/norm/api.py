@@ -20,7 +20,7 @@ from .options import (
     with_checked_options,
 )
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
-from .results import Forward, FusedForward
+from .results import Forward
 from .route import call, explicit_forward
 
 
@@ -37,10 +37,6 @@ def layer_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | tuple[Array | None, Array | None] | None = None,
-    residual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -70,22 +66,10 @@ def layer_norm(
 
     Residual:
 
-    residual: of the input's shape. input + residual is normalised, rounded once to the input's
-        dtype (or residual_dtype).
+    residual: of the input's shape, of any of the four dtypes: a residual stream can stay in float32
+        beside 16-bit inputs. input + residual is normalised, rounded once to the residual's dtype.
+        Each gradient has its tensor's dtype.
     return_residual: also return that sum, for pre-norm blocks.
-    residual_dtype: the dtype of the sum, by default the input's: a residual stream can stay in
-        float32 beside 16-bit inputs. The residual has this dtype or the input's. Without a residual
-        the sum is the input in this dtype. Each gradient has its tensor's dtype.
-    row_scale: of the leading shape, any of the four dtypes. Each row of the input is multiplied by
-        its element before the residual is added. It is a constant: it has no gradient.
-    dropout_p, dropout_seed: after row_scale and before the residual is added, elements of the input
-        become 0 with probability dropout_p; the others are multiplied by 1 / (1 - dropout_p). A p
-        of 1 drops all. The mask is a function of the seed and of an element's row and column
-        (cupynorm.reference.dropout_mask): it is the same on every device, and backward computes it
-        again. dropout_seed is an int, or an int64 array of one element on the input's device, which
-        the kernel reads there. By default the input's library draws one on that device
-        (torch.randint, cupy.random, np.random), so torch.manual_seed and CUDA graphs work as with
-        torch's dropout.
 
     Parameters and outputs:
 
@@ -123,7 +107,7 @@ def layer_norm(
         Those on x apply to the input in their order, before the residual is added. Their result is
         normalised as it is, in the compute type, unless a residual makes a sum, which is rounded.
         Those on y apply after weight and bias, before y is rounded. return_residual then needs a
-        residual. They go with neither an 8-bit y nor round_x_hat.
+        residual. They do not go with an 8-bit y, nor those on y with round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
@@ -137,8 +121,8 @@ def layer_norm(
     or differentiates twice is computed by its own operations, without out. Under
     CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
-    Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
-    another) with one rounding at the end.
+    Arithmetic is in float32 (float64 for a float64 sum, which is the input without a residual) with
+    one rounding at the end.
     Other operands are converted to that when they are read, also a float64 weight beside a 16-bit
     input. float32 values below 2^-126 may count as 0. A row's result does not depend on other rows
     and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. If the squared
@@ -146,10 +130,10 @@ def layer_norm(
     variance is infinite in float32: rstd is 0 and y is bias. A row whose values themselves sum
     beyond 3.4e38 is NaN or bias.
 
-    For a torch DTensor y is placed as the input; so are residual and row_scale, also DTensors.
-    weight and bias are DTensors, or plain tensors that are the same on every rank. Rows that are
-    split between ranks are gathered first, and y is whole on each rank. out, dropout_p, an 8-bit
-    out_dtype and fuse take no DTensor.
+    For a torch DTensor y is placed as the input; so is residual, also a DTensor. weight and bias
+    are DTensors, or plain tensors that are the same on every rank. Rows that are split between
+    ranks are gathered first, and y is whole on each rank. out, an 8-bit out_dtype and fuse take no
+    DTensor.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
@@ -167,8 +151,6 @@ def layer_norm(
         residual,
         out,
         out_sum,
-        row_scale,
-        dropout_seed,
         scale,
         amax,
         functors,
@@ -179,8 +161,6 @@ def layer_norm(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
-        dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         checked_launch(launch),
@@ -202,10 +182,6 @@ def rms_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | tuple[Array | None, Array | None] | None = None,
-    residual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -243,8 +219,6 @@ def rms_norm(
         residual,
         out,
         out_sum,
-        row_scale,
-        dropout_seed,
         scale,
         amax,
         functors,
@@ -255,8 +229,6 @@ def rms_norm(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
-        dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         checked_launch(launch),
@@ -277,10 +249,6 @@ def layer_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | tuple[Array | None, Array | None] | None = None,
-    residual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -288,7 +256,7 @@ def layer_norm_forward(
     transpose: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
-) -> Forward | FusedForward:
+) -> Forward:
     """layer_norm that also returns what backward needs, outside any autograd.
 
     Examples:
@@ -301,13 +269,12 @@ def layer_norm_forward(
     fuse: as for layer_norm, with a seed for those that need one. With functors on x, sum is what
         they make, rounded to the input's dtype, also without a residual.
 
-    Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
-    dropout_p, round_x_hat, fuse or an 8-bit out_dtype; the two say shapes and dtypes.
+    Returns Forward(y, mean, rstd, sum), which says shapes and dtypes.
     Raises as layer_norm.
     """
     outs = pair_of(out) if isinstance(out, tuple) else (out, None)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, *outs, row_scale, dropout_seed, scale, amax),
+        *(input, weight, bias, residual, *outs, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
@@ -316,8 +283,6 @@ def layer_norm_forward(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
-        dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         checked_launch(launch),
@@ -337,10 +302,6 @@ def rms_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | tuple[Array | None, Array | None] | None = None,
-    residual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -348,7 +309,7 @@ def rms_norm_forward(
     transpose: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
-) -> Forward | FusedForward:
+) -> Forward:
     """rms_norm that also returns what backward needs, outside any autograd.
 
     Examples:
@@ -357,11 +318,11 @@ def rms_norm_forward(
 
     eps: as for rms_norm; all other arguments as for layer_norm_forward.
 
-    Returns Forward(y, None, rstd, sum), or a FusedForward, as layer_norm_forward, and raises as it.
+    Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
     outs = pair_of(out) if isinstance(out, tuple) else (out, None)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, *outs, row_scale, dropout_seed, scale, amax),
+        *(input, weight, bias, residual, *outs, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
@@ -370,8 +331,6 @@ def rms_norm_forward(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
-        dropout_p,
         round_x_hat,
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         checked_launch(launch),

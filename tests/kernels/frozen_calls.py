@@ -132,7 +132,6 @@ def results_of(call: dict[str, Any]) -> dict[str, np.ndarray]:
         statistics=call.get("statistics"),
         zero_centered_weight=call.get("zero_centered_weight", False),
         residual=call.get("residual", False),
-        residual_dtype=call.get("residual"),
         sm_margin=call.get("sm_margin", 0),
         row_scale=call.get("row_scale"),
         dropout_p=call.get("dropout_p", 0.0),

@@ -224,7 +224,7 @@ def test_a_sum_with_row_scale_and_a_wider_residual_in_other_layouts(x, residual,
     row_scale = library.linspace(0.5, 2, NUM_ROWS, dtype="float32")
 
     def call(x, residual):
-        options = {"residual_dtype": "float32", "return_residual": True, "row_scale": row_scale}
+        options = {"return_residual": True, "row_scale": row_scale}
         return cupynorm.layer_norm(x, 640, residual=residual, **options)
 
     tensors = drawn(640, library, {"x": x, "residual": residual}, residual="float32")

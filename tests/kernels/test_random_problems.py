@@ -40,11 +40,9 @@ def draw(generator: random.Random, max_elements: int, max_cols: int) -> Case:
 def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Case:
     """Adds a sum of another dtype, dropout, and a scale of each row."""
     case = draw(generator, max_elements, max_cols)
-    residual_dtype = generator.choice([None, "float32", *DTYPES])
     return replace(
         case,
-        residual=generator.choice([False, True, case.x]),
-        residual_dtype=residual_dtype,
+        residual=generator.choice([False, True, "float32", *DTYPES]),
         row_scale=generator.choice([None, *DTYPES]),
         dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
         dsum=generator.random() < 0.5,

@@ -17,9 +17,7 @@ LEAST = 2.0**-126  # the smallest normal float32
 
 def summed(sum_dtype: str, x, residual, where) -> tuple[np.ndarray, np.ndarray]:
     """(sums by the kernels, dropout(x) in float64) of rows whose residual is this number."""
-    case = Case(
-        "layer_norm", 3, 200, "float32", residual=sum_dtype, residual_dtype=sum_dtype, dropout_p=0.9
-    )
+    case = Case("layer_norm", 3, 200, "float32", residual=sum_dtype, dropout_p=0.9)
     problem = random_problem(case)
     problem = replace(problem, x=decode(encode(problem.x * 0 + x, "float32"), "float32"))
     problem = replace(problem, residual=np.full_like(problem.x, residual))

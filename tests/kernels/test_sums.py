@@ -38,18 +38,10 @@ def test_residual(strategy, dtype, where):
 
 # The sum has its own dtype, or the input is scaled first.
 SUMS = {
-    "float32 stream": ("bfloat16", {"residual": True, "residual_dtype": "float32", "dsum": True}),
-    "float32 stream begins": ("float16", {"residual_dtype": "float32"}),
-    "float32 stream, residual of the input's dtype": (
-        "bfloat16",
-        {"residual": "bfloat16", "residual_dtype": "float32", "dsum": True},
-    ),
-    "narrower stream": ("float32", {"residual": True, "residual_dtype": "bfloat16", "dsum": True}),
-    "float64 stream": (
-        "float32",
-        {"residual": True, "residual_dtype": "float64", "weight": "float32"},
-    ),
-    "input of float64": ("float64", {"residual": True, "residual_dtype": "float32"}),
+    "float32 stream": ("bfloat16", {"residual": "float32", "dsum": True}),
+    "narrower stream": ("float32", {"residual": "bfloat16", "dsum": True}),
+    "float64 stream": ("float32", {"residual": "float64", "weight": "float32"}),
+    "input of float64": ("float64", {"residual": "float32"}),
     "row_scale": ("bfloat16", {"residual": True, "row_scale": "float32"}),
     "row_scale of float64": ("float64", {"row_scale": "float64", "dsum": True}),
     "dropout": ("float32", {"dropout_p": 0.3}),
@@ -57,8 +49,7 @@ SUMS = {
     "everything": (
         "bfloat16",
         {
-            "residual": True,
-            "residual_dtype": "float32",
+            "residual": "float32",
             "row_scale": "bfloat16",
             "dropout_p": 0.1,
             "dsum": True,
@@ -134,7 +125,8 @@ def test_ring_splits_the_gradient_of_a_sum(num_cols, tile, small, tile_of_backwa
         replace(plans[0].problem, layout=Layout(4, contiguous=True)),
     ):
         with pytest.raises(
-            ValueError, match="a ring needs .* neither residual_dtype nor dropout nor row_scale"
+            ValueError,
+            match="a ring needs .* neither a residual of another dtype nor dropout nor row_scale",
         ):
             dispatch.choose(problem, small.device, strategy, tile)
 

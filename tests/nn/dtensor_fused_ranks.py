@@ -12,9 +12,10 @@ SHAPE = (5, 4, 8)  # ranks have 3 and 2 of 5 rows
 def options_of(ranks, dtype):
     """Keywords by name. Tensors of the input's leading shape lie as the input does."""
     residual = ranks.random(*SHAPE, seed=6, dtype=dtype)
+    wider = ranks.random(*SHAPE, seed=6, dtype=torch.float64)
     row_scale = ranks.random(*SHAPE[:-1], seed=7)
     return {
-        "residual_dtype": {"residual": residual, "residual_dtype": "float64"},
+        "a wider residual": {"residual": wider},
         "row_scale": {"row_scale": row_scale, "residual": residual},
         "round_x_hat": {"round_x_hat": True},
     }

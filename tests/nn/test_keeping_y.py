@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from cupynorm.nn import autograd  # noqa: E402
 
 CLASSES = {"layer_norm": cupynorm.LayerNorm, "rms_norm": cupynorm.RMSNorm}
-STREAM = {"residual": True, "residual_dtype": "float32", "dsum": True}
+STREAM = {"residual": "float32", "dsum": True}
 CASES = {
     "plain": Case("layer_norm", 6, 40, "bfloat16"),
     "RMSNorm": Case("rms_norm", 6, 300, "float16", bias=None),
@@ -30,7 +30,7 @@ CASES = {
     "wide weights": Case("layer_norm", 6, 1000, "float16", weight="float32", bias="float32"),
     "a stream": Case("rms_norm", 6, 40, "float16", bias=None, row_scale="float32", **STREAM),
     "a stream with dropout": Case("layer_norm", 6, 40, "bfloat16", dropout_p=0.25, **STREAM),
-    "a sum of float64": Case("layer_norm", 6, 40, "float32", residual_dtype="float64"),
+    "a sum of float64": Case("layer_norm", 6, 40, "float32", residual="float64"),
 }
 
 
@@ -89,7 +89,6 @@ def assert_right(problem, device: str) -> None:
         leaves["dx"],
         leaves.get("dresidual", torch.empty(0)).requires_grad_() if case.residual else None,
         return_residual=True,
-        residual_dtype=case.residual_dtype and getattr(torch, case.residual_dtype),
         row_scale=put("row_scale"),
         dropout_p=case.dropout_p,
         dropout_seed=problem.dropout_seed if case.dropout_p else None,
@@ -185,8 +184,8 @@ def test_refusals():
     gate = functors.silu_gate(gate=torch.ones(3, 8))
     with pytest.raises(ValueError, match="memory_efficient was given with fuse"):
         module(x, fuse=gate)
-    with pytest.raises(TypeError, match=r"residual_dtype is 'int8'; expected one of float16"):
-        module(x, residual_dtype="int8")
+    with pytest.raises(TypeError, match=r"residual is of dtype int8; expected one of float16"):
+        module(x, x.detach().to(torch.int8))
 
 
 def test_traced_modules_give_the_results_of_torch_s_norm():

@@ -238,7 +238,7 @@ def test_wrong_calls_are_refused():
     with fp8_autocast():
         for options, error, sentence in (
             ({"dropout_p": 2.0}, ValueError, "dropout_p is 2.0; expected a probability"),
-            ({"residual_dtype": "int8"}, TypeError, "residual_dtype is 'int8'; expected one of"),
+            ({"residual": x.char()}, TypeError, "residual is of dtype int8; expected one of"),
         ):
             with pytest.raises(error, match=sentence):
                 module(x, fp8_output=True, **options)

@@ -78,7 +78,8 @@ CALLS = {
     "out_dtype": (layer_norm, {"out_dtype": torch.float64}, (draw(5, 16),)),
     "float64": (layer_norm, {}, (draw(5, 16).double(),)),
     "residual": (with_residual, {}, (draw(5, 16), draw(5, 16) + 2)),
-    "row_scale": (with_scaled_rows, {"residual_dtype": torch.float64}, (draw(5, 16), draw(5))),
+    "wide residual": (with_residual, {}, (draw(5, 16), draw(5, 16).double())),
+    "row_scale": (with_scaled_rows, {}, (draw(5, 16), draw(5))),
     "round_x_hat": (rms_norm, {"round_x_hat": True}, (draw(5, 16).half(),)),
 }
 

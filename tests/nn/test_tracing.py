@@ -58,8 +58,8 @@ def test_jit_trace_takes_other_values_and_other_rows(recorded, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_jit_trace_of_fused_options(device):
     def call(x):
-        options = {"dropout_p": 0.5, "dropout_seed": 3, "residual_dtype": "float64"}
-        return cupynorm.layer_norm(x, 16, residual=x, return_residual=True, **options)
+        options = {"dropout_p": 0.5, "dropout_seed": 3, "residual": x.double()}
+        return cupynorm.layer_norm(x, 16, return_residual=True, **options)
 
     example, x = random_input(4, 16).to(device), random_input(7, 16, seed=1).to(device)
     traced = jit_trace(call, example)
