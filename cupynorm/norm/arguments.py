@@ -10,11 +10,12 @@ quantize.py and reduce_matrix.py have those of other kernels.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from ..dtypes import DTYPES
 from ..gpu.arrays import Rows
@@ -24,7 +25,7 @@ from ..plan.instances import Launch
 from ..plan.problem import Layout, Problem
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .launch_choice import planned_with
-from .request import BackwardOptions, ForwardOptions
+from .request import BackwardOptions, ForwardOptions, Quantization
 
 RowsByName = Mapping[str, Rows]  # by name; an absent tensor has no entry
 
@@ -135,9 +136,21 @@ def _dropout_words(p: float) -> tuple:
     return *seed, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0
 
 
-def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int]:
-    """struct ScaleRule of scales.cuh: the smallest amax as bits; whether scales are powers of 2."""
-    return struct.unpack("I", struct.pack("f", abs(smallest_amax)))[0], int(power_of_two)
+def scale_rule_words(quantization: Quantization) -> tuple[int, int, int, int]:
+    """struct ScaleRule of scales.cuh: the limits of an amax as bits, and two flags."""
+    limits = abs(quantization.smallest_amax), quantization.upper_bound
+    with np.errstate(over="ignore"):  # beyond float32 there is no limit
+        smallest, upper = np.array(limits, np.float32).view(np.uint32).tolist()
+    return smallest, upper, int(quantization.power_of_two), int(quantization.divides)
+
+
+def _scale_words(problem: Problem, quantization: Quantization, num_rows: int) -> Words:
+    """The arrays, struct ScalePlaces and struct ScaleRule of QuantizeScales."""
+    places = [problem.num_scales, 1, num_rows + -num_rows % 4, int(quantization.layout == "packed")]
+    if quantization.layout == "row":
+        places = [problem.num_scales, problem.num_scales, 1, 0]
+    arrays = [Address("scale"), Address("scale_inv"), Address("amax")]
+    return [*arrays, *places, *scale_rule_words(quantization)]
 
 
 # Functors.
@@ -237,7 +250,7 @@ def forward_call(
     plan = make_plan(problem, device, x.num_rows, **planned_with(options.launch, kind))
     # A second launch for y in 8 bits finds the same statistics again. One scale is for all rows,
     # so it begins with the last ones, which may still be in the L2 cache.
-    turns = problem.scaling == "tensor" and not problem.input
+    turns = problem.scaling == "tensor" and not (problem.input or functors.load or functors.store)
     arguments = [
         _forward_words(
             tensors,
@@ -271,16 +284,7 @@ def _forward_words(
         words += [Address("row_scale"), *_dropout_words(options.dropout_p)]
     words += [*row_words(tensors, "y", turned), Address("weight"), Address("bias")]
     if options.quantization:
-        rule = scale_rule_words(
-            options.quantization.smallest_amax, options.quantization.power_of_two
-        )
-        words += [
-            Address("scale"),
-            Address("scale_inv"),
-            Address("amax"),
-            problem.num_scales,
-            *rule,
-        ]
+        words += _scale_words(problem, options.quantization, tensors["x"].num_rows)
     words += _functor_words(functors.store, problem)
     words += [0, 0] if again else [Address("mean"), Address("rstd")]
     first = plan.launches[0]

@@ -10,7 +10,7 @@ import numbers
 
 import numpy as np
 
-from ..dtypes import DTYPES, FLOAT8S, compute_dtype
+from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import arrays
 from ..plan.functors import Functors
 from .functors import check_shape, with_seeds
@@ -260,7 +260,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     if options.quantization is not None:
         y_dtype = options.quantization.dtype
     elif options.out_dtype is not None:
-        y_dtype = dtype_name(options.out_dtype, "out_dtype", also=FLOAT8S)
+        y_dtype = dtype_name(options.out_dtype, "out_dtype", also=EIGHT_BITS)
     residual = take_like(given.residual, x, shape, "residual", "input")
     if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
         expected = f"the input's, {dtype}"
@@ -269,12 +269,13 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
     row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
     _check_constant(row_scale, "row_scale")
+    divides = options.quantization is not None and options.quantization.divides
     operands = given._replace(
         input=x,
         residual=residual,
         row_scale=row_scale,
         dropout_seed=_check_seed(given.dropout_seed, x),
-        scale=_scalar(given.scale, "scale", x),
+        scale=_scalar(given.scale, "scale_inv" if divides else "scale", x),
         amax=_scalar(given.amax, "amax", x),
         functors=_take_functors(given.functors, x, extents),
         **parameters,
@@ -290,18 +291,14 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
 
 def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> None:
     """Raises ValueError or TypeError for options that exclude each other."""
-    quantization, has_functors = options.quantization, operands.functors is not None
+    quantization = options.quantization
     if options.memory_efficient and quantization is not None:
         raise ValueError(
             f"memory_efficient was given with out_dtype {quantization.dtype}; "
             "expected only one of them"
         )
-    for name, is_given in (
-        ("an 8-bit out_dtype", quantization is not None),
-        ("memory_efficient", options.memory_efficient),
-        ("round_x_hat", options.round_x_hat),
-    ):
-        if is_given and has_functors:
+    for name in ("memory_efficient", "round_x_hat"):
+        if getattr(options, name) and operands.functors is not None:
             raise ValueError(f"{name} was given with fuse; expected only one of them")
 
 
