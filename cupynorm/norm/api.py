@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan.functors import Fuse
+from .eight_bits import parts_of
 from .functors import bind_functors
 from .launch_choice import Launch, checked_launch
 from .options import (
     extents_of,
     names_what_was_removed,
     pair_of,
-    quantization,
     with_checked_options,
 )
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
@@ -38,10 +38,6 @@ def layer_norm(
     out_dtype: Any = None,
     out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
-    scale: Array | str | None = None,
-    amax: Array | None = None,
-    power_of_two: bool = False,
-    transpose: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Any:
@@ -81,27 +77,10 @@ def layer_norm(
         which one may be None. y may be the input and sum the residual, in place; else they share no
         memory with what is read.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
-        float64 holds values of float32, unless the sum is float64 too. With
-        "float8_e4m3fn" or "float8_e5m2" the result is a cupynorm.QuantizedTensor: data = y * scale,
-        saturated and rounded once to 8 bits, and scale_inv = 1 / scale.
-
-    Only for an 8-bit result:
-
-    scale: what y is multiplied by. None: 1. An array of one float32 on the input's device, which
-        the kernel reads there. Or the name of a granularity, whose scales are computed from the
-        largest magnitude (amax) of each part of y: "tensor" (all of y), "row", "block" (128 columns
-        of a row). Such a scale is largest / amax, where largest is 448 or 57344, the format's; it
-        is 1 where amax is 0, infinite or NaN. "tensor" reads the input twice; so does "block" where
-        a block is not held by neighbouring lanes.
-    amax: with a given scale: an array of one float32, 0 (not -0) or more, on the input's device, in
-        memory of its own. It becomes the maximum of itself and all |y| of the call, before scaling.
-        The scale of a later call can be computed from it.
-    power_of_two: round scales that are computed down to powers of two.
-    transpose: with one scale for all of y: also return y.transposed, [num_cols, num_rows], the
-        layout that the product for a weight's gradient takes on Hopper. On a GPU a second kernel
-        transposes the 8-bit data.
-    An 8-bit y is not a tensor that autograd knows: gradients flow through its dequantize(), as if
-    nothing had been rounded. It works with all of the above but out.
+        float64 holds values of float32, unless the sum is float64 too. Or a
+        cupynorm.Quantize, or the name of its dtype: the result is then a cupynorm.QuantizedTensor.
+        Gradients flow through its dequantize(), as if nothing had been rounded. out goes not with
+        it.
 
     fuse: functors (cupynorm.functors, cupynorm.functor; docs/functors.md) in a tuple, or one alone.
         Those on x apply to the input in their order, before the residual is added. Their result is
@@ -139,6 +118,7 @@ def layer_norm(
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
     is not installed.
     """
+    out_dtype, scale, amax, quantization = parts_of(out_dtype)
     functors = None
     if fuse.__class__ is not tuple or fuse:
         functors = bind_functors(fuse, return_residual, residual)
@@ -162,7 +142,7 @@ def layer_norm(
         zero_centered_weight,
         out_dtype,
         round_x_hat,
-        quantization(out_dtype, scale, amax, power_of_two, transpose),
+        quantization,
         checked_launch(launch),
         False,  # memory_efficient
     )
@@ -183,10 +163,6 @@ def rms_norm(
     out_dtype: Any = None,
     out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
-    scale: Array | str | None = None,
-    amax: Array | None = None,
-    power_of_two: bool = False,
-    transpose: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Any:
@@ -207,6 +183,7 @@ def rms_norm(
     A row that holds NaN is NaN. A row that holds Inf is NaN there and 0 * weight elsewhere, as in
     float64; so is, elsewhere too, a row whose squares sum beyond 3.4e38.
     """
+    out_dtype, scale, amax, quantization = parts_of(out_dtype)
     functors = None
     if fuse.__class__ is not tuple or fuse:
         functors = bind_functors(fuse, return_residual, residual)
@@ -230,7 +207,7 @@ def rms_norm(
         zero_centered_weight,
         out_dtype,
         round_x_hat,
-        quantization(out_dtype, scale, amax, power_of_two, transpose),
+        quantization,
         checked_launch(launch),
         False,  # memory_efficient
     )
@@ -250,10 +227,6 @@ def layer_norm_forward(
     out_dtype: Any = None,
     out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
-    scale: Array | str | None = None,
-    amax: Array | None = None,
-    power_of_two: bool = False,
-    transpose: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Forward:
@@ -273,6 +246,7 @@ def layer_norm_forward(
     Raises as layer_norm.
     """
     outs = pair_of(out) if isinstance(out, tuple) else (out, None)
+    out_dtype, scale, amax, quantization = parts_of(out_dtype)
     operands = ForwardOperands(
         *(input, weight, bias, residual, *outs, scale, amax),
         bind_functors(fuse),
@@ -284,7 +258,7 @@ def layer_norm_forward(
         zero_centered_weight,
         out_dtype,
         round_x_hat,
-        quantization(out_dtype, scale, amax, power_of_two, transpose),
+        quantization,
         checked_launch(launch),
     )
     return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
@@ -303,10 +277,6 @@ def rms_norm_forward(
     out_dtype: Any = None,
     out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
-    scale: Array | str | None = None,
-    amax: Array | None = None,
-    power_of_two: bool = False,
-    transpose: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Forward:
@@ -321,6 +291,7 @@ def rms_norm_forward(
     Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
     outs = pair_of(out) if isinstance(out, tuple) else (out, None)
+    out_dtype, scale, amax, quantization = parts_of(out_dtype)
     operands = ForwardOperands(
         *(input, weight, bias, residual, *outs, scale, amax),
         bind_functors(fuse),
@@ -332,7 +303,7 @@ def rms_norm_forward(
         zero_centered_weight,
         out_dtype,
         round_x_hat,
-        quantization(out_dtype, scale, amax, power_of_two, transpose),
+        quantization,
         checked_launch(launch),
     )
     return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
