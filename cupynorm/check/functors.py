@@ -248,11 +248,8 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
         stride = num_cols if num_rows > 1 else 0
         rows = tensors.rows[f"{label}.{name}"]._replace(num_cols=shape[1], row_stride=stride)
         placed.append(PlacedArray(rows, 1, 2**62, num_cols == 1 < shape[1]))
-    kept = []
     for name, seed in functor_problem.seeds.items():
-        array, pointer = where.put(np.array([seed]))
-        kept.append(array)  # until the launches are over
-        tensors.record(f"{label}.{name}", pointer, (1,), "int64")
+        tensors.put_seed(f"{label}.{name}", seed)
     numbers = tuple(functor_problem.numbers.values())
     placed_functor = PlacedFunctor(functor, numbers, tuple(placed), label)
     options = ForwardOptions(

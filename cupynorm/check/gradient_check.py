@@ -11,6 +11,8 @@ from typing import Any
 from ..norm.checks import check_eps
 from ..norm.options import dtype_name
 from ..plan.functors import BoundFunctor, Functor
+from ..plan.problem import NormName
+from ..plan.strategies import StatisticsName, StrategyName
 from . import functors as functor_check
 from . import kernels
 from .callables import Callables, without_exit
@@ -32,7 +34,7 @@ def check(
     dy: Any = None,
     *,
     eps: float = 1e-5,
-    norm: str | Sequence[str] = "layer_norm",
+    norm: NormName | Sequence[NormName] = "layer_norm",
     function: Callable | None = None,
     forward: Callable | None = None,
     backward: Callable | None = None,
@@ -41,8 +43,8 @@ def check(
     traps: bool = False,
     shapes: Iterable[tuple[int, int]] | None = None,
     dtypes: Iterable[str] = ("float32",),
-    strategies: Iterable[str | None] = (None,),
-    statistics: Iterable[str | None] = (None,),
+    strategies: Iterable[StrategyName | None] = (None,),
+    statistics: Iterable[StatisticsName | None] = (None,),
     zero_centered_weight: bool = False,
     on: str | None = None,
     seed: int = 0,

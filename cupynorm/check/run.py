@@ -11,6 +11,7 @@ import numpy as np
 from ..dtypes import DTYPES, compute_dtype, decode, encode
 from ..gpu.arrays import Rows
 from ..norm.arguments import Call, backward_call, forward_call
+from ..norm.functors import NO_FUNCTORS, PlacedFunctors
 from ..norm.launch_choice import Launch, of_backward
 from ..norm.request import BackwardOptions, ForwardOptions, Quantization
 from ..plan.dispatch import Plan
@@ -59,6 +60,11 @@ class Tensors:
         array, pointer = self.where.put(initial.copy())
         self._outputs[name] = (array, initial.dtype.name)
         self.record(name, pointer, initial.shape, initial.dtype.name)
+
+    def put_seed(self, name: str, seed: int) -> None:
+        array, pointer = self.where.put(np.array([seed]))
+        self._kept.append(array)
+        self.record(name, pointer, (1,), array.dtype.name)
 
     def some(self, *names: str, **renamed: str) -> dict[str, Rows]:
         """Those that are there. renamed: a kernel's name for a tensor -> its name here."""
@@ -177,7 +183,7 @@ def launch_kernels(
     launch = Launch(case.strategy, case.tile, case.statistics, case.sm_margin)
     run_forward(problem, tensors, launch)
     if not forward_only:
-        _run_backward(problem, tensors, of_backward(launch))
+        run_backward(problem, tensors, of_backward(launch))
     return tensors
 
 
@@ -189,18 +195,20 @@ def run_forward(
     *,
     y_dtype: str | None = None,
     amax: bool = False,
+    functors: PlacedFunctors = NO_FUNCTORS,
 ) -> Plan:
     """Its outputs are then in tensors.
 
     quantization: of y, whose scale, scale_inv and amax tensors has. amax: whether the amax is
-    recorded beside a given scale. y_dtype: in the place of the case's.
+    recorded beside a given scale. y_dtype: in the place of the case's. functors: tensors has their
+    arrays and seeds.
     """
     case, shape = problem.case, problem.x.shape
     y_dtype, compute = y_dtype or case.dtype("y"), compute_dtype(case.sum).name
     for name in ("weight", "bias", "x"):
         tensors.put(name, getattr(problem, name), case.dtype(name))
     tensors.put("residual", problem.residual, case.added)
-    if problem.residual is not None:
+    if problem.residual is not None or functors.load:
         tensors.make("sum", shape, case.sum)
     if quantization is None:
         tensors.make("y", shape, y_dtype)
@@ -220,12 +228,15 @@ def run_forward(
         launch=launch,
     )
     planned = tensors.some("x", "weight", "bias", "residual", "sum", "y", *["amax"] * amax)
-    call = forward_call(tensors.where.device, planned, options, "forward")
+    call = forward_call(tensors.where.device, planned, options, "forward", functors)
     tensors.launch(call, tensors.rows)
     return call.plan
 
 
-def _run_backward(problem: Problem, tensors: Tensors, launch: Launch) -> None:
+def run_backward(
+    problem: Problem, tensors: Tensors, launch: Launch, functors: PlacedFunctors = NO_FUNCTORS
+) -> None:
+    """After run_forward, with the same functors."""
     case, shape = problem.case, problem.x.shape
     compute = compute_dtype(case.sum).name
     options = BackwardOptions(
@@ -243,12 +254,14 @@ def _run_backward(problem: Problem, tensors: Tensors, launch: Launch) -> None:
     for name in ("weight", "bias"):
         if name in tensors.rows:
             tensors.make(f"d{name}", shape[1:], case.dtype(name))
-    if case.has_own_sum:
+    if case.has_own_sum or (functors.load and case.added):
         tensors.make("dresidual", shape, case.added)
     operands |= tensors.some("dy", "weight", "dx", "dweight", "dbias", "dresidual")
+    if any(each.functor.reads_argument for each in functors.load):
+        operands |= tensors.some(input="x")
     if case.recompute:
         tensors.make("recomputed", shape, case.dtype("y"))
         operands |= tensors.some("bias", y="recomputed")
     options = options._replace(recompute=case.recompute)
-    call = backward_call(tensors.where.device, operands, options, compute)
-    tensors.launch(call, operands | statistics)
+    call = backward_call(tensors.where.device, operands, options, compute, functors)
+    tensors.launch(call, tensors.rows | operands | statistics)

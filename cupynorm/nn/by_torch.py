@@ -47,7 +47,7 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
     transforms.
     """
     operands, options = request
-    refused = {"out": operands.out}
+    refused = {"out": operands.out, "the sum of out": operands.out_sum}
     if not has_texts(operands.functors):
         refused["a functor without torch="] = operands.functors
     if modes.is_transformed() or modes.is_jit_traced() is not None:

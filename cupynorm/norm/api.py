@@ -16,6 +16,7 @@ from .launch_choice import Launch, checked_launch
 from .options import (
     extents_of,
     names_what_was_removed,
+    pair_of,
     with_checked_options,
 )
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
@@ -35,7 +36,7 @@ def layer_norm(
     return_residual: bool = False,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | None = None,
+    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -72,8 +73,9 @@ def layer_norm(
     round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that dtype
         has 16 bits, as the norms of Hugging Face's Llama do. Gradients are those of the function
         without that rounding.
-    out: an array for the result: of the input's shape, with contiguous rows, sharing no memory with
-        the inputs.
+    out: an array for y: of the input's shape, with contiguous rows. Or (y, sum), two arrays, of
+        which one may be None. y may be the input and sum the residual, in place; else they share no
+        memory with what is read.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
         float64 holds values of float32, unless the sum is float64 too. Or a
         cupynorm.Quantize, or the name of its dtype: the result is then a cupynorm.QuantizedTensor.
@@ -120,6 +122,7 @@ def layer_norm(
     functors = None
     if fuse.__class__ is not tuple or fuse:
         functors = bind_functors(fuse, return_residual, residual)
+    out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
@@ -127,6 +130,7 @@ def layer_norm(
         bias,
         residual,
         out,
+        out_sum,
         scale,
         amax,
         functors,
@@ -157,7 +161,7 @@ def rms_norm(
     return_residual: bool = False,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | None = None,
+    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -183,6 +187,7 @@ def rms_norm(
     functors = None
     if fuse.__class__ is not tuple or fuse:
         functors = bind_functors(fuse, return_residual, residual)
+    out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
@@ -190,6 +195,7 @@ def rms_norm(
         bias,
         residual,
         out,
+        out_sum,
         scale,
         amax,
         functors,
@@ -219,7 +225,7 @@ def layer_norm_forward(
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | None = None,
+    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -239,9 +245,10 @@ def layer_norm_forward(
     Returns Forward(y, mean, rstd, sum), which says shapes and dtypes.
     Raises as layer_norm.
     """
+    outs = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, out, scale, amax),
+        *(input, weight, bias, residual, *outs, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
@@ -268,7 +275,7 @@ def rms_norm_forward(
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | None = None,
+    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -283,9 +290,10 @@ def rms_norm_forward(
 
     Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
+    outs = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, out, scale, amax),
+        *(input, weight, bias, residual, *outs, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(

@@ -41,6 +41,7 @@ class Quantization(NamedTuple):
 class ForwardOperands(NamedTuple):
     """The arrays of a forward; None for what is absent.
 
+    out, out_sum: where y and the sum go. They may be the input and the residual.
     scale: the given scale or scale_inv of an 8-bit y.
     """
 
@@ -49,6 +50,7 @@ class ForwardOperands(NamedTuple):
     bias: Array | None = None
     residual: Array | None = None
     out: Array | None = None
+    out_sum: Array | None = None
     scale: Array | None = None
     amax: Array | None = None
     functors: Functors | None = None

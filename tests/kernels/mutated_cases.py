@@ -48,8 +48,6 @@ SUM = layer_norm(
     "bfloat16",
     strategy="warp",
     residual="float32",
-    row_scale="float32",
-    dropout_p=0.3,
     dsum=True,
 )
 AGAIN = layer_norm(5, 37, "float32", strategy="warp", recompute=True)

@@ -101,10 +101,8 @@ SUM_OPTIONS = {
 
 SUM_OPTIONS |= {
     "residual": {"residual": True},
-    "residual float32, dropout": {
+    "residual float32": {
         "residual": "float32",
-        "dropout_p": 0.25,
-        "row_scale": "float32",
     },
     "rounded": {"round_x_hat": True},
 }

@@ -80,16 +80,9 @@ def test_products_in_8_bits(name):
 def test_options_have_their_sequences_too(where):
     input = jagged(sequences(where, COLS))
     residual = like(input, torch.randn(sum(LENGTHS), COLS, device=where))
-    row_scale = like(input, torch.rand(sum(LENGTHS), device=where))
-    y, added = cupynorm.layer_norm(
-        input, COLS, residual=residual, row_scale=row_scale, return_residual=True
-    )
+    y, added = cupynorm.layer_norm(input, COLS, residual=residual, return_residual=True)
     expected = cupynorm.layer_norm(
-        input.values(),
-        COLS,
-        residual=residual.values(),
-        row_scale=row_scale.values(),
-        return_residual=True,
+        input.values(), COLS, residual=residual.values(), return_residual=True
     )
     assert y.shape == added.shape == input.shape
     assert_same(y.values(), expected[0])

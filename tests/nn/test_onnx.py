@@ -62,8 +62,8 @@ def with_residual(module, x, residual, **options):
     return layer_norm(module, x, residual=residual, return_residual=True, **options)
 
 
-def with_scaled_rows(module, x, row_scale, **options):
-    return rms_norm(module, x, row_scale=row_scale, return_residual=True, **options)
+def with_scaled_rows(module, x, scale, **options):
+    return rms_norm(module, x, fuse=cupynorm.functors.row_scale(scale), **options)
 
 
 def draw(*shape: int) -> torch.Tensor:
