@@ -100,7 +100,7 @@ def layer_norm(
         Those on x apply to the input in their order, before the residual is added. Their result is
         normalised as it is, in the compute type, unless a residual makes a sum, which is rounded.
         Those on y apply after weight and bias, before y is rounded. return_residual then needs a
-        residual. They go with neither an 8-bit y nor round_x_hat.
+        residual. They go not with round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
