@@ -119,7 +119,7 @@ def bind_functors(
             "residual, because what the functor makes alone is not stored"
         )
     for parts in by_role.values():
-        if parts:
+        if len(parts) > 1:
             check_chain([each.functor for each in parts])
     return Functors(*map(tuple, by_role.values())) if given else None
 
@@ -137,38 +137,39 @@ def key_of(functors: Functors, layout_key: Callable[[Any], object]) -> tuple:
 
 def draw_seed(x: Array) -> Array:
     """An int64 array of one element where x is, drawn by x's library there without a sync."""
-    if arrays.is_torch(x):
-        torch = sys.modules["torch"]
-        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
-    if isinstance(x, np.ndarray):
-        return np.random.randint(0, SEED_LIMIT, 1, np.int64)
-    with x.device:
-        return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
+    return _seed_at(x, None)
 
 
-def _seed_at(x: Array, seed: int) -> Array:
-    """A seed as draw_seed makes one."""
+def _seed_at(x: Array, seed: object) -> Array:
+    """A seed as an array of one element where x is. None is drawn, an int is filled in."""
+    if seed is not None and not isinstance(seed, int):
+        return seed
     if arrays.is_torch(x):
         torch = sys.modules["torch"]
-        return torch.full((1,), seed, dtype=torch.int64, device=x.device)
+        options = {"dtype": torch.int64, "device": x.device}
+        if seed is None:
+            return torch.randint(0, SEED_LIMIT, (1,), **options)
+        return torch.full((1,), seed, **options)
     if isinstance(x, np.ndarray):
-        return np.full(1, seed, np.int64)
+        return (
+            np.random.randint(0, SEED_LIMIT, 1, np.int64)
+            if seed is None
+            else np.full(1, seed, np.int64)
+        )
     with x.device:
-        return nvrtc.cupy().full(1, seed, np.int64)
+        cupy = nvrtc.cupy()
+        if seed is None:
+            return cupy.random.randint(0, SEED_LIMIT, 1, np.int64)
+        return cupy.full(1, seed, np.int64)
 
 
 def with_seeds(functors: Functors, x: Array) -> Functors:
-    """The functors with each seed as an array where x is: None is drawn, an int is filled in."""
+    """The functors with each seed as an array where x is."""
     if not any(each.seeds for each in functors.parts):
         return functors
-    made = []
-    for each in functors.arrays():
-        if each is None:
-            each = draw_seed(x)
-        elif isinstance(each, int):
-            each = _seed_at(x, each)
-        made.append(each)
-    return functors.with_arrays(made)
+    count = len(functors.arrays()) - len(functors.names_of_seeds())
+    given = functors.arrays()
+    return functors.with_arrays([*given[:count], *(_seed_at(x, each) for each in given[count:])])
 
 
 def check_seeds_given(functors: Functors) -> None:
@@ -324,7 +325,7 @@ def place_all(
         own = tuple(array for array, _ in places)
         placed.append(PlacedFunctor(each.functor, each.numbers, own, label, gradients))
     count = len(functors.load)
-    copied += [False] * len(functors.names_of_seeds())
+    copied += [arrays.view(seed).is_lazy for each in functors.parts for seed in each.seeds]
     return PlacedFunctors(tuple(placed[:count]), tuple(placed[count:])), copied
 
 

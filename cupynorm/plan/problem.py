@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ..dtypes import DTYPES, ELEMENTS
 from .functors import Fused
@@ -19,7 +19,8 @@ PATHS_OF_STRATEGY = {
     "cluster": ("registers", "smem", "ring"),
     "uncached": ("uncached",),
 }
-PATHS = ("registers", "smem", "ring", "bundle", "uncached")
+PathName = Literal["registers", "smem", "ring", "bundle", "uncached"]
+PATHS = get_args(PathName)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Tile:
     stages: int = 0
     bundle: int = 0
     early: int = 0
-    path: str | None = field(default=None, compare=False)
+    path: PathName | None = field(default=None, compare=False)
 
     @property
     def block_size(self) -> int:
@@ -133,11 +134,12 @@ class Tile:
 
 
 # Fields of a Problem that fuse more with the norm than its own arithmetic.
-_FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "round_x_hat")
+_FUSED = ("residual", "dsum", "input", "dresidual", "round_x_hat")
 _FUSED += ("recomputed", "amax", "load", "store")
 
-DIRECTIONS = ("forward", "backward")
-NORMS = ("layer_norm", "rms_norm")
+Direction = Literal["forward", "backward"]
+NormName = Literal["layer_norm", "rms_norm"]
+DIRECTIONS, NORMS = get_args(Direction), get_args(NormName)
 # Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "block64")
 
@@ -208,7 +210,6 @@ class Problem:
     dsum: backward, the gradient that is added to dx.
     input: the dtype that is read where x is a sum.
     residual_dtype: what is added to the input.
-    row_scale, dropout: factors of the input; backward, of dx.
     dresidual: the gradient of the sum itself; None if it is not wanted or is the same tensor as dx.
     round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
     scaling: where the scales of an 8-bit y come from, one of SCALINGS.
@@ -236,8 +237,6 @@ class Problem:
     dsum: str | None = None
     input: str | None = None
     residual_dtype: str | None = None
-    row_scale: str | None = None
-    dropout: bool = False
     dresidual: str | None = None
     round_x_hat: str | None = None
     scaling: str | None = None
