@@ -51,7 +51,6 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .norm.results import Backward as Backward
     from .norm.results import Forward as Forward
     from .norm.results import FusedBackward as FusedBackward
-    from .norm.results import FusedForward as FusedForward
     from .norm.tiles import use_tiles as use_tiles
     from .parallel.module import LayerNormLinear as LayerNormLinear
     from .plan.devices import DEVICES as DEVICES
@@ -73,7 +72,7 @@ if not (Path(__file__).parent / "reference").is_dir():
 _WITHOUT_TORCH = {
     "norm.api": "layer_norm rms_norm layer_norm_forward rms_norm_forward",
     "norm.backward": "layer_norm_backward rms_norm_backward",
-    "norm.results": "Forward Backward FusedForward FusedBackward",
+    "norm.results": "Forward Backward FusedBackward",
     "norm.eight_bits": "Quantize",
     "norm.launch_choice": "Launch",
     "norm.plans": "plan",
@@ -116,6 +115,7 @@ _REMOVED = {
     "rms_norm_linear_backward": "multiply by weight with @, before rms_norm_backward",
     "ProjectedForward": "multiply by weight.T with @, after layer_norm_forward",
     "ProjectedBackward": "multiply by weight with @, before layer_norm_backward",
+    "FusedForward": "every explicit forward returns a Forward",
     "fp8_model_init": "torchao keeps weights in 8-bit floats; leave the call out",
     "MXFP8BlockScaling": "write cupynorm.BlockScaling, scales of 128 columns in float32",
 }

@@ -12,9 +12,10 @@ cupynorm.functor says what the lines see. Importing this module compiles nothing
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
-from .plan.functors import functor
+from .plan.functors import BoundFunctor, functor
 
 
 def _silu_gate(y: Any, gate: Any) -> Any:
@@ -186,3 +187,92 @@ clamp = functor(
     reference=_clamp,
     torch=lambda y, low, high: y.clamp(low, high),
 )
+
+# x * scale, one factor for each row, as in stochastic depth (Huang et al. 2016). scale: of the
+# leading shape, the input's without normalized_shape.
+row_scale = functor(
+    "row_scale",
+    "x = x * scale;",
+    arrays=("scale",),
+    per_row=("scale",),
+    backward="""
+        dscale = dx * x;
+        dx = dx * scale;
+    """,
+    reference=lambda x, scale: x * scale,
+    torch=lambda x, scale: x * scale,
+)
+
+
+# Dropout.
+
+
+def _dropout(x: Any, high: float, low: float, kept: float, seed: int) -> Any:
+    import numpy as np
+
+    from .reference import dropout_mask
+
+    p = (high * 2**16 + low) / 2**32
+    return np.where(dropout_mask(*x.shape, p, int(seed)), x * kept, 0.0)
+
+
+def _torch_dropout(x: Any, high: float, low: float, kept: float, seed: Any) -> Any:
+    """The mask of cupynorm.reference.dropout_mask: Philox in int64, whose products wrap."""
+    import torch
+
+    below, low = int(high) * 2**16 + int(low), 0xFFFFFFFF
+    num_rows, num_cols = x.unsqueeze(0).flatten(0, -2).shape
+    rows = torch.arange(num_rows, device=x.device)[:, None]
+    cols = torch.arange((num_cols + 3) // 4, device=x.device)
+    counter, keys = [cols & low, cols >> 32, rows & low, rows >> 32], [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        high = second >> 32 & low ^ counter[1] ^ keys[0], first >> 32 & low ^ counter[3] ^ keys[1]
+        counter = [high[0], second & low, high[1], first & low]
+        keys = [keys[0] + 0x9E3779B9 & low, keys[1] + 0xBB67AE85 & low]
+    words = torch.stack(torch.broadcast_tensors(*counter), -1).flatten(1)[:, :num_cols]
+    return torch.where((words >= below).reshape(x.shape), x * kept, 0.0)
+
+
+# The threshold of 33 bits is high * 2**16 + low: a float holds each part.
+_drop = functor(
+    "dropout",
+    """
+    const long long below = static_cast<long long>(high) * 65536 + static_cast<long long>(low);
+    x = random_word(seed, row, col) < below ? C(0) : x * kept;
+    """,
+    numbers=("high", "low", "kept"),
+    seeds=("seed",),
+    backward="""
+        const long long below = static_cast<long long>(high) * 65536 + static_cast<long long>(low);
+        dx = random_word(seed, row, col) < below ? C(0) : dx * kept;
+    """,
+    reference=_dropout,
+    torch=_torch_dropout,
+)
+
+
+def dropout(p: float, seed: Any = None) -> BoundFunctor:
+    """Elements of x become 0 with probability p; the others are multiplied by 1 / (1 - p).
+
+    Examples:
+        >>> x = np.ones((1, 4))
+        >>> drop = cupynorm.functors.dropout(0.5, seed=7)
+        >>> _, added = cupynorm.layer_norm(x, 4, residual=0 * x, return_residual=True, fuse=drop)
+        >>> added
+        array([[2., 2., 0., 0.]])
+
+    p: from 0 to 1; 1 drops all.
+    seed: an int, or an int64 array of one element on the input's device, which the kernel reads
+        there. None: the input's library draws one on that device in each call (torch.randint,
+        cupy.random, np.random), so torch.manual_seed and CUDA graphs work as with torch's dropout.
+
+    The mask is cupynorm.reference.dropout_mask, a function of the seed and of an element's row and
+    column. It is the same on every device and is not stored: backward computes it again. A module
+    drops only in training mode.
+    Returns a functor for `fuse=`. Raises ValueError unless p is a number from 0 to 1.
+    """
+    if not isinstance(p, numbers.Real) or isinstance(p, bool) or not 0 <= p <= 1:
+        raise ValueError(f"p is {p!r}; expected a probability, from 0 to 1")
+    high, low = divmod(round(p * 2**32), 2**16)
+    return _drop(high, low, 1 / (1 - p) if p < 1 else 0.0, seed)

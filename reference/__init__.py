@@ -8,7 +8,7 @@ Examples:
 """
 
 from . import fp8, parallel
-from .dropout import dropout_mask, scaled
+from .dropout import dropout_mask
 from .layer_norm import Gradients, Normalized, layer_norm, layer_norm_backward
 from .layer_norm_linear import (
     Folded,
@@ -36,5 +36,4 @@ __all__ = [
     "parallel",
     "rms_norm",
     "rms_norm_backward",
-    "scaled",
 ]

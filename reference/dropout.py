@@ -1,4 +1,4 @@
-"""row_scale and dropout, which multiply the input before a residual is added.
+"""The mask of dropout.
 
 The random words are those of Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011). Its key is the seed.
 Word col % 4 of the counter (col / 4, row) decides element (row, col). The kernels make the same
@@ -45,25 +45,3 @@ def dropout_mask(num_rows: int, num_cols: int, dropout_p: float, dropout_seed: i
     counters = np.arange(-(-num_cols // 4), dtype=np.uint64)
     words = philox(dropout_seed, counters, rows).reshape(num_rows, 4 * len(counters))[:, :num_cols]
     return words >= np.uint64(round(dropout_p * 2**32))
-
-
-def scaled(
-    x: np.ndarray,
-    row_scale: np.ndarray | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    kept: np.ndarray | None = None,
-) -> np.ndarray:
-    """x [num_rows, num_cols] times row_scale [num_rows], with dropout.
-
-    kept: the mask of dropout_p and dropout_seed, if the caller has it.
-    Dropout multiplies the elements that it keeps by 1 / (1 - dropout_p) and sets the others to 0.
-    The function is linear and its own transpose: applied to the result's gradient it returns dx.
-    """
-    if row_scale is not None:
-        x = x * row_scale[:, None]
-    if dropout_p > 0:
-        if kept is None:
-            kept = dropout_mask(*x.shape, dropout_p, dropout_seed)
-        x = np.where(kept, x * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0), 0.0)
-    return x

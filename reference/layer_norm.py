@@ -21,7 +21,7 @@ Backward. wdy = dy * w is the gradient of x_hat. y depends on x through x - mean
 
 A residual is added first, s = x + residual, and s is normalised in place of x. Both addends have
 the gradient ds = dx + dsum. dsum is the gradient of other uses of s, as in a pre-norm block that
-also returns s. If x was scaled first (row_scale, dropout), its gradient is ds, scaled likewise.
+also returns s.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .dropout import scaled
-
 
 class Normalized(NamedTuple):
     """What a forward function returns.
 
     y: [num_rows, num_cols]. mean, rstd: [num_rows] (mean is None for RMSNorm).
-    sum: [num_rows, num_cols], the normalised rows: scaled x + residual.
+    sum: [num_rows, num_cols], the normalised rows: x + residual.
     """
 
     y: np.ndarray
@@ -80,19 +78,14 @@ def layer_norm(
     *,
     residual: np.ndarray | None = None,
     zero_centered_weight: bool = False,
-    row_scale: np.ndarray | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
     round_x_hat: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Normalized:
     """Normalises each row of x in float64.
 
     x, residual: [num_rows, num_cols]. weight, bias: [num_cols].
-    row_scale [num_rows], dropout_p, dropout_seed: passed to `scaled`, which is applied to x before
-        the residual is added.
     round_x_hat: a function that rounds x_hat before it is multiplied by weight.
     """
-    x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
+    x = np.asarray(x, dtype=np.float64)
     added = x if residual is None else x + residual
     with np.errstate(all="ignore"):
         mean = added.mean(axis=1)

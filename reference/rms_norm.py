@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .dropout import scaled
 from .layer_norm import Gradients, Normalized, affine, scale
 
 
@@ -30,19 +29,14 @@ def rms_norm(
     *,
     residual: np.ndarray | None = None,
     zero_centered_weight: bool = False,
-    row_scale: np.ndarray | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
     round_x_hat: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Normalized:
     """Normalises each row of x in float64.
 
     x, residual: [num_rows, num_cols]. weight, bias: [num_cols].
-    row_scale [num_rows], dropout_p, dropout_seed: passed to `scaled`, which is applied to x before
-        the residual is added.
     round_x_hat: a function that rounds x_hat before it is multiplied by weight.
     """
-    x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
+    x = np.asarray(x, dtype=np.float64)
     added = x if residual is None else x + residual
     with np.errstate(all="ignore"):
         rstd = 1.0 / np.sqrt((added**2).mean(axis=1) + eps)

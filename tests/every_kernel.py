@@ -70,18 +70,13 @@ def cases() -> list[Case]:
                 zero_centered_weight=True,
             )
         )
-        # Sums of another dtype of a scaled input with dropout, in packs and single elements.
+        # Sums of another dtype, in packs and single elements.
         options = {
-            "residual": True,
-            "residual_dtype": "float32",
-            "dropout_p": 0.2,
-            "row_scale": "float32",
+            "residual": "float32",
             "dsum": True,
         }
         every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, **options))
-        every.append(
-            Case("rms_norm", 7, 255, "float16", strategy=strategy, residual_dtype="float32")
-        )
+        every.append(Case("rms_norm", 7, 255, "float16", strategy=strategy, residual="float32"))
         every.append(Case("rms_norm", 9, 500, "bfloat16", strategy=strategy, round_x_hat=True))
         every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, recompute=True))
         every.append(

@@ -41,10 +41,7 @@ def quantized_cases() -> list[tuple[Case, How]]:
         shared = Case("layer_norm", 9, 128, "float64", strategy=strategy)
         every.append((shared, How(E5M2, "block")))
         options = {
-            "residual": True,
-            "residual_dtype": "float32",
-            "dropout_p": 0.2,
-            "row_scale": "float32",
+            "residual": "float32",
         }
         dropped = Case("layer_norm", 9, 512, "bfloat16", strategy=strategy, **options)
         every += [(dropped, How(E4M3, scaling)) for scaling in ("given", "tensor", "block")]

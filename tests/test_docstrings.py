@@ -111,8 +111,8 @@ def test_docstrings_say_what_arguments_are(name):
 def test_arguments_that_a_docstring_leaves_out_are_found():
     pytest.importorskip("torch")
     assert unsaid("x: the input.", ["x", "weight"]) == ["weight"]
-    assert "residual_dtype:" in with_references("rms_norm_forward")
-    assert "residual_dtype:" not in docstring_of("rms_norm_forward")
+    assert "return_residual:" in with_references("rms_norm_forward")
+    assert "return_residual:" not in docstring_of("rms_norm_forward")
 
 
 def test_help_begins_with_three_lines_and_an_example():

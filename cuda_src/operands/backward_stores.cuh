@@ -7,7 +7,6 @@
 // written(), written_stride()            the tensor that is written, for kernels that bundle rows
 // recomputes                whether y is written again too: load_bias(), recompute(...)
 #pragma once
-#include "dropout.cuh"
 #include "functor_gradient.cuh"
 #include "store.cuh"
 
@@ -60,18 +59,16 @@ struct DxStore {
   }
 };
 
-// The gradient of a sum of a residual and a scaled x, dsum included. dresidual is that gradient
-// (void: not wanted); dx is that gradient times the factor of forward. Each is rounded once.
-// Through: DxThroughLoad, where x went through a functor.
-template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops,
-          class Through = Nothing>
+// The gradient of a sum of x and a residual, dsum included. dresidual is that gradient (void: not
+// wanted); dx is that too, in its own dtype. Each is rounded once.
+// Through: DxThroughLoad, where x went through functors: dx is then the gradient of their argument.
+template <class Dx, class Dresidual, class Dsum, class Through = Nothing>
 struct SplitStore : Through, DxStore<Dx, Dsum> {
   using Base = DxStore<Dx, Dsum>;
   using Base::dx, Base::dx_stride;
 
   Dresidual* dresidual;
   long long dresidual_stride;
-  Factor<RowScale, drops> factor;
 
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col,
@@ -84,7 +81,6 @@ struct SplitStore : Through, DxStore<Dx, Dsum> {
       const Pack<Dresidual, pack_size> rounded = repack<Dresidual>(split);
       if (present) store_pack<pack_size>(dresidual + row * dresidual_stride + col, rounded);
     }
-    factor.multiply(row, col, split, present);
     if constexpr (!is_same<Through, Nothing>) Through::apply(row, col, split, present);
     const Pack<Dx, pack_size> rounded = repack<Dx>(split);
     if (present) store_pack<pack_size>(dx + row * dx_stride + col, rounded);

@@ -11,6 +11,7 @@
 // FunctorStore   f(y) after weight and bias, before y is rounded
 #pragma once
 #include "load.cuh"
+#include "random.cuh"
 
 // How a functor's array is read along a row.
 enum class Reach {

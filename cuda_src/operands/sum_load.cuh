@@ -1,15 +1,14 @@
-// sum_load.cuh -- the load of x + residual of any dtypes, with dropout and row_scale
+// sum_load.cuh -- the load of x + residual of any dtypes
 //
-// Its row is residual + factor * x, rounded once to Sum; x may first go through a user's functor.
-// The copy engine cannot fetch it, so it has no streams (load.cuh).
+// Its row is rounded once to Sum; x may first go through functors. The copy engine cannot fetch it,
+// so it has no streams (load.cuh).
 #pragma once
-#include "dropout.cuh"
 #include "functor.cuh"
 #include "load.cuh"
 
 // Residual: void if there is none. `sum` is needed: later passes read the row from it.
 // form(row, col): the row again, from x and the residual.
-template <class X, class Residual, class Sum, class RowScale, bool drops, class Functor = Nothing>
+template <class X, class Residual, class Sum, class Functor = Nothing>
 struct SumLoad : Functor {
   using Held = Sum;
   using Compute = typename ComputeOf<Sum>::type;
@@ -28,7 +27,6 @@ struct SumLoad : Functor {
   long long residual_stride;
   Sum* sum;
   long long sum_stride;
-  Factor<RowScale, drops> factor;
 
   template <int pack_size>
   __device__ __forceinline__ Begun<pack_size> begin(long long row, long long col) const {
@@ -40,13 +38,11 @@ struct SumLoad : Functor {
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Sum, pack_size> rounded(long long row, long long col,
-                                                          const Begun<pack_size>& begun,
-                                                          bool present) const {
+                                                          const Begun<pack_size>& begun) const {
     Wide values[pack_size];
     unpack(begun.x, values);
     if constexpr (!is_same<Functor, Nothing>)
       Functor::apply(row, col, values, OtherX<X, Wide>{x + row * x_stride});
-    factor.multiply(row, col, values, present);
     if constexpr (!is_same<Residual, void>) {
       Wide added[pack_size];
       unpack(begun.residual, added);
@@ -59,13 +55,13 @@ struct SumLoad : Functor {
   __device__ __forceinline__ Pack<Sum, pack_size> finish(long long row, long long col,
                                                          const Begun<pack_size>& begun,
                                                          bool present = true) const {
-    const Pack<Sum, pack_size> formed = rounded(row, col, begun, present);
+    const Pack<Sum, pack_size> formed = rounded(row, col, begun);
     if (present) store_pack<pack_size>(sum + row * sum_stride + col, formed);
     return formed;
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Sum, pack_size> form(long long row, long long col) const {
-    return rounded(row, col, begin<pack_size>(row, col), true);
+    return rounded(row, col, begin<pack_size>(row, col));
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Sum, pack_size> load(long long row, long long col) const {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from .. import reference
 from ..dtypes import DTYPES, decode, encode
 from ..gpu import arrays
 from ..plan.problem import DIRECTIONS as DIRECTIONS
@@ -22,11 +20,10 @@ class Case:
 
     x, y, weight, bias: dtypes; weight and bias None if absent, "same" for that of x.
     strategy, tile, statistics: None leaves the choice to dispatch.
-    residual: False, True for one in the dtype of the sum, or its dtype.
-    residual_dtype: of the sum, None for that of x. row_scale: its dtype, None if absent.
+    residual: False, True for one in x's dtype, or its dtype, which is the sum's.
     dy: its dtype, None for that of y. dsum: whether backward adds a gradient of the sum.
     recompute: whether backward writes y again.
-    round_x_hat, dropout_p, zero_centered_weight, eps, sm_margin: as in layer_norm.
+    round_x_hat, zero_centered_weight, eps, sm_margin: as in layer_norm.
     """
 
     norm: str
@@ -43,9 +40,6 @@ class Case:
     residual: bool | str = False
     eps: float = 1e-5
     sm_margin: int = 0
-    residual_dtype: str | None = None
-    row_scale: str | None = None
-    dropout_p: float = 0.0
     dsum: bool = False
     round_x_hat: bool = False
     recompute: bool = False
@@ -61,35 +55,27 @@ class Case:
     @property
     def sum(self) -> str:
         """The dtype of the rows that are normalised."""
-        return self.residual_dtype or self.x
+        return self.added or self.x
 
     @property
     def added(self) -> str | None:
         """The dtype of the residual, None if there is none."""
         if isinstance(self.residual, str):
             return self.residual
-        return self.sum if self.residual else None
+        return self.x if self.residual else None
 
     @property
     def has_own_sum(self) -> bool:
         """Whether the normalised row is more than x, or x plus a residual of its dtype."""
-        return self.is_scaled or {self.sum, self.added or self.x} != {self.x}
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether x is multiplied by a row scale or a dropout mask."""
-        return self.row_scale is not None or self.dropout_p > 0
+        return self.sum != self.x
 
     def __str__(self) -> str:
         y = self.dtype("y")
         extras = [y if y != self.x else "", self.strategy or "", self.statistics or ""]
         extras.append(f"residual {self.added}" if self.residual else "")
         extras.append("1 + weight" if self.zero_centered_weight else "")
-        extras.append(f"sum {self.sum}" if self.residual_dtype else "")
         extras.append("dsum" if self.dsum else "")
         extras.append(f"dy {self.dy}" if self.dy else "")
-        extras.append(f"row_scale {self.row_scale}" if self.row_scale else "")
-        extras.append(f"dropout {self.dropout_p}" if self.dropout_p else "")
         extras.append("recomputed" if self.recompute else "")
         named = [self.norm, f"{self.num_rows} x {self.num_cols}", self.x, *extras]
         return " ".join(filter(None, named))
@@ -99,8 +85,8 @@ class Case:
 class Problem:
     """A case and its float64 values, each exactly representable in its dtype.
 
-    x, residual, dy, dsum: [num_rows, num_cols]; weight, bias: [num_cols]; row_scale: [num_rows].
-    None for what the case does not have.
+    x, residual, dy, dsum: [num_rows, num_cols]; weight, bias: [num_cols]. None for what the case
+    does not have.
     """
 
     case: Case
@@ -109,22 +95,7 @@ class Problem:
     weight: np.ndarray | None
     bias: np.ndarray | None
     residual: np.ndarray | None = None
-    row_scale: np.ndarray | None = None
     dsum: np.ndarray | None = None
-    dropout_seed: int = -0x123456789ABCDEF
-
-    def scaled(self, values: np.ndarray) -> np.ndarray:
-        """Rows times the row scale and the dropout mask: x on its way to the sum, dsum to dx."""
-        p, kept = self.case.dropout_p, None
-        if p:
-            kept = _kept(*values.shape, p, self.dropout_seed)
-        return reference.scaled(values, self.row_scale, p, kept=kept)
-
-
-@lru_cache(maxsize=1)
-def _kept(num_rows: int, num_cols: int, dropout_p: float, dropout_seed: int) -> np.ndarray:
-    """A problem has one mask, which is applied to x and to gradients."""
-    return reference.dropout_mask(num_rows, num_cols, dropout_p, dropout_seed)
 
 
 def random_problem(case: Case, seed: int = 0, *, generator: Any = None) -> Problem:
@@ -152,7 +123,6 @@ def random_problem(case: Case, seed: int = 0, *, generator: Any = None) -> Probl
     bias = draw(shape[1:], case.dtype("bias"))
     problem = Problem(case, x, dy, weight, bias)
     problem.residual = draw(shape, case.added)
-    problem.row_scale = draw(shape[:1], case.row_scale, 1.0)
     problem.dsum = draw(shape, case.sum if case.dsum else None)
     return problem
 

@@ -82,7 +82,7 @@ def _cause(problem: Problem, judged: Judged) -> str:
     unwritten = _spread_nan(problem, judged) or _unwritten(judged)
     problem, judged = _fewer_rows(problem, judged)
     case = problem.case
-    if case.is_scaled or case.round_x_hat:
+    if case.round_x_hat:
         return unwritten or _narrow(judged)
     rows = Rows(problem)
     counted = _counted(rows, judged)

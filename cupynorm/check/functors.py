@@ -15,7 +15,7 @@ by about 1e-9: beside float64 kernels that is the largest part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ class FunctorProblem:
     functor: Functor
     arrays: dict[str, np.ndarray]
     numbers: dict[str, float]
+    seeds: dict[str, int] = field(default_factory=dict)
 
     def dtype_of(self, tensor: str) -> str:
         """The dtype of a result."""
@@ -75,7 +76,8 @@ class FunctorProblem:
         """F(values). others: arrays in the place of the problem's."""
         full = {name: np.broadcast_to(a, values.shape) for name, a in self.arrays.items()}
         with np.errstate(all="ignore"):
-            return self.functor.reference(values, **(full | others), **self.numbers)
+            given = full | others | self.numbers | self.seeds
+            return self.functor.reference(values, **given)
 
     def slopes(self, values: np.ndarray, name: str | None = None) -> np.ndarray:
         """dF[row, col] / d argument[row, other], as [other, row, col]. name: an array, or None for
@@ -246,6 +248,8 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
         stride = num_cols if num_rows > 1 else 0
         rows = tensors.rows[f"{label}.{name}"]._replace(num_cols=shape[1], row_stride=stride)
         placed.append(PlacedArray(rows, 1, 2**62, num_cols == 1 < shape[1]))
+    for name, seed in functor_problem.seeds.items():
+        tensors.put_seed(f"{label}.{name}", seed)
     numbers = tuple(functor_problem.numbers.values())
     placed_functor = PlacedFunctor(functor, numbers, tuple(placed), label)
     options = ForwardOptions(
@@ -317,12 +321,14 @@ def with_kinds(given: Given) -> BoundFunctor:
                 f"functor {given.name} has numbers {', '.join(given.numbers)}; expected it with "
                 f"them and a kind for each array, as {given.name}({', '.join(named)})"
             )
-        return BoundFunctor(given, ("full",) * len(given.arrays))
+        kinds = ("rows" if name in given.per_row else "full" for name in given.arrays)
+        return BoundFunctor(given, tuple(kinds), seeds=(None,) * len(given.seeds))
     for name, kind in zip(given.functor.arrays, given.arrays):
-        if not callable(kind) and not (isinstance(kind, str) and kind in KINDS):
+        kinds = ("rows",) if name in given.functor.per_row else KINDS
+        if not callable(kind) and not (isinstance(kind, str) and kind in kinds):
             shown = repr(kind) if isinstance(kind, str) else f"of type {type(kind).__name__}"
             raise ValueError(
-                f"{given.functor.name}.{name} is {shown}; expected one of {', '.join(KINDS)}, or "
+                f"{given.functor.name}.{name} is {shown}; expected one of {', '.join(kinds)}, or "
                 "a function of num_rows and num_cols"
             )
     return given
@@ -337,7 +343,11 @@ def random_functor_problem(bound: BoundFunctor, case: Case, seed: int) -> Functo
         for name, kind in zip(functor.arrays, bound.arrays)
     }
     numbers = dict(zip(functor.numbers, bound.numbers))
-    return FunctorProblem(random_problem(case, seed), functor, arrays, numbers)
+    seeds = {
+        name: int(generator.integers(-(2**63), 2**63)) if value is None else int(value)
+        for name, value in zip(functor.seeds, bound.seeds)
+    }
+    return FunctorProblem(random_problem(case, seed), functor, arrays, numbers, seeds)
 
 
 def check_functor(

@@ -89,7 +89,8 @@ def check(
         are central differences, column by column, so shapes are small: by default (5, 96).
         Bind its numbers, and to each array a kind of random array: "full" [num_rows, num_cols],
         "cols" [1, num_cols], "rows" [num_rows, 1] or "one" [1, 1]; or a function of (num_rows,
-        num_cols) that returns an array of one of these shapes. A functor alone has full arrays.
+        num_cols) that returns an array of one of these shapes. A functor alone has full arrays, and
+        "rows" where it takes one element per row. A seed that is None is random.
 
         >>> scaled = cupynorm.functors.layer_scale(scale="cols")
         >>> cupynorm.check(fuse=scaled, shapes=[(2, 16)], on="cpu").ok

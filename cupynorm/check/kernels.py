@@ -162,12 +162,7 @@ def uses_welford(case: Case, device: Device) -> bool:
 def _uses_welford(case: Case, device: Device) -> bool:
     own_sum = {}
     if case.has_own_sum:
-        own_sum = {
-            "input": case.x,
-            "residual_dtype": case.added,
-            "row_scale": case.row_scale,
-            "dropout": case.dropout_p > 0,
-        }
+        own_sum = {"input": case.x, "residual_dtype": case.added}
     problem = PlanProblem(
         "forward",
         case.norm == "layer_norm",

@@ -11,6 +11,7 @@ import numpy as np
 from ..dtypes import DTYPES, compute_dtype, decode, encode
 from ..gpu.arrays import Rows
 from ..norm.arguments import Call, backward_call, forward_call
+from ..norm.functors import NO_FUNCTORS, PlacedFunctors
 from ..norm.launch_choice import Launch, of_backward
 from ..norm.request import BackwardOptions, ForwardOptions, Quantization
 from ..plan.dispatch import Plan
@@ -60,10 +61,10 @@ class Tensors:
         self._outputs[name] = (array, initial.dtype.name)
         self.record(name, pointer, initial.shape, initial.dtype.name)
 
-    def put_seed(self, seed: int) -> None:
+    def put_seed(self, name: str, seed: int) -> None:
         array, pointer = self.where.put(np.array([seed]))
         self._kept.append(array)
-        self.record("dropout_seed", pointer, (1,), array.dtype.name)
+        self.record(name, pointer, (1,), array.dtype.name)
 
     def some(self, *names: str, **renamed: str) -> dict[str, Rows]:
         """Those that are there. renamed: a kernel's name for a tensor -> its name here."""
@@ -80,14 +81,14 @@ class Tensors:
         raw = self.raw(again)
         return {name: decode(each, self._outputs[name][1]) for name, each in raw.items()}
 
-    def launch(self, call: Call, operands: Mapping[str, Rows], seed: int = 0) -> None:
+    def launch(self, call: Call, operands: Mapping[str, Rows]) -> None:
         """operands: by the names of the kernels."""
         if call.partials_shape:
             self.make("partials", call.partials_shape, call.plan.problem.compute, False)
         operands = {**operands, **self.some("partials")}
         addresses = {name: each.pointer for name, each in operands.items()}
         self.where.name_tensors(addresses)
-        for planned, words in zip(call.launches, call.fill(addresses, seed)):
+        for planned, words in zip(call.launches, call.fill(addresses)):
             self.where.launch(planned, words)
 
 
@@ -182,7 +183,7 @@ def launch_kernels(
     launch = Launch(case.strategy, case.tile, case.statistics, case.sm_margin)
     run_forward(problem, tensors, launch)
     if not forward_only:
-        _run_backward(problem, tensors, of_backward(launch))
+        run_backward(problem, tensors, of_backward(launch))
     return tensors
 
 
@@ -194,18 +195,20 @@ def run_forward(
     *,
     y_dtype: str | None = None,
     amax: bool = False,
+    functors: PlacedFunctors = NO_FUNCTORS,
 ) -> Plan:
     """Its outputs are then in tensors.
 
     quantization: of y, whose scale, scale_inv and amax tensors has. amax: whether the amax is
-    recorded beside a given scale. y_dtype: in the place of the case's.
+    recorded beside a given scale. y_dtype: in the place of the case's. functors: tensors has their
+    arrays and seeds.
     """
     case, shape = problem.case, problem.x.shape
     y_dtype, compute = y_dtype or case.dtype("y"), compute_dtype(case.sum).name
-    for name in ("weight", "bias", "x", "row_scale"):
+    for name in ("weight", "bias", "x"):
         tensors.put(name, getattr(problem, name), case.dtype(name))
     tensors.put("residual", problem.residual, case.added)
-    if problem.residual is not None or case.has_own_sum:
+    if problem.residual is not None or functors.load:
         tensors.make("sum", shape, case.sum)
     if quantization is None:
         tensors.make("y", shape, y_dtype)
@@ -220,21 +223,20 @@ def run_forward(
         shape[1:],
         case.eps,
         case.zero_centered_weight,
-        dropout_p=case.dropout_p,
         round_x_hat=case.round_x_hat,
         quantization=quantization,
         launch=launch,
     )
-    read = ("x", "weight", "bias", "residual", "row_scale")
-    planned = tensors.some(*read, "sum", "y", *["amax"] * amax)
-    call = forward_call(tensors.where.device, planned, options, "forward")
-    if case.dropout_p:  # forward reads the seed from memory, backward is given its value
-        tensors.put_seed(problem.dropout_seed)
+    planned = tensors.some("x", "weight", "bias", "residual", "sum", "y", *["amax"] * amax)
+    call = forward_call(tensors.where.device, planned, options, "forward", functors)
     tensors.launch(call, tensors.rows)
     return call.plan
 
 
-def _run_backward(problem: Problem, tensors: Tensors, launch: Launch) -> None:
+def run_backward(
+    problem: Problem, tensors: Tensors, launch: Launch, functors: PlacedFunctors = NO_FUNCTORS
+) -> None:
+    """After run_forward, with the same functors."""
     case, shape = problem.case, problem.x.shape
     compute = compute_dtype(case.sum).name
     options = BackwardOptions(
@@ -252,14 +254,14 @@ def _run_backward(problem: Problem, tensors: Tensors, launch: Launch) -> None:
     for name in ("weight", "bias"):
         if name in tensors.rows:
             tensors.make(f"d{name}", shape[1:], case.dtype(name))
-    if "residual" in tensors.rows and case.has_own_sum:
+    if case.has_own_sum or (functors.load and case.added):
         tensors.make("dresidual", shape, case.added)
-    names = ("dy", "weight", "row_scale", "dx", "dweight", "dbias", "dresidual")
-    operands |= tensors.some(*names)
+    operands |= tensors.some("dy", "weight", "dx", "dweight", "dbias", "dresidual")
+    if any(each.functor.reads_argument for each in functors.load):
+        operands |= tensors.some(input="x")
     if case.recompute:
         tensors.make("recomputed", shape, case.dtype("y"))
         operands |= tensors.some("bias", y="recomputed")
-    options = options._replace(dropout_p=case.dropout_p, recompute=case.recompute)
-    call = backward_call(tensors.where.device, operands, options, compute)
-    seed = problem.dropout_seed if case.dropout_p else 0
-    tensors.launch(call, operands | statistics, seed)
+    options = options._replace(recompute=case.recompute)
+    call = backward_call(tensors.where.device, operands, options, compute, functors)
+    tensors.launch(call, tensors.rows | operands | statistics)

@@ -22,7 +22,6 @@ from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forw
 from ..norm.request import (
     BackwardOperands,
     BackwardRequest,
-    ForwardOperands,
     ForwardRequest,
     replaced,
 )
@@ -57,7 +56,7 @@ def normalize(
     out_dtype or out is given.
     """
     operands, options = original = request
-    if wrapped.is_any_nested(operands.input, operands.residual, operands.row_scale):
+    if wrapped.is_any_nested(operands.input, operands.residual):
         return wrapped.normalize_nested(request, normalize)
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if operands.input.is_cuda:
@@ -69,12 +68,12 @@ def normalize(
     ):
         # It would trace what reads memory, or a functor without a text of torch.
         return torch.compiler.disable(normalize)(request)
-    input, weight, bias, residual, _, _, row_scale, *_ = operands
+    input, weight, bias, residual, *_ = operands
     own = () if operands.functors is None else operands.functors.arrays()
     tensors = (input, weight, bias, residual)
-    if wrapped.is_any_dtensor(*tensors, row_scale):
+    if wrapped.is_any_dtensor(*tensors):
         return wrapped.normalize_dtensors(request, normalize)
-    if by_torch.takes(*tensors, row_scale, *own):
+    if by_torch.takes(*tensors, *own):
         return by_torch.normalize(request)
     recorded = _is_grad_enabled() and wants_gradient(*tensors, *own)
     if recorded and operands.functors is not None:
@@ -123,7 +122,7 @@ def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
 
 def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
     """y and the sum of what a prepared forward has made, with their derivatives."""
-    y, mean, rstd, added, *_ = results
+    y, mean, rstd, added = results
     # Backward needs no row but the normalised one: the input, or the sum that is returned.
     saved = added, mean, rstd, operands[1]
     tensors = prepared.read_differentiable(operands)
@@ -161,15 +160,14 @@ def _with_carrier(prepared: Any, results: tuple) -> tuple:
 def _kind(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
-    input, weight, bias, residual, out, out_sum, row_scale, seed, scale, amax, own = operands
-    _, _, eps, _, _, _, dropout_p, _, quantization, *_ = options
-    has_no_more = out is out_sum is row_scale is seed is scale is amax is own is None
+    input, weight, bias, residual, out, out_sum, scale, amax, own = operands
+    _, _, eps, _, _, _, quantization, *_ = options
+    has_no_more = out is out_sum is scale is amax is own is None
     if not has_no_more or quantization is not None:
         return None
     return (
         options,
         eps.__class__,  # True equals 1.0 and is refused
-        dropout_p.__class__,
         weight is None,
         bias is None,
         residual is None,
@@ -275,16 +273,11 @@ class _NormWithOptions(torch.autograd.Function):
         prepared, operands, results = call
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
-        y, mean, rstd, added, seed = results
-        operands = ForwardOperands._make(operands)
+        y, mean, rstd, added = results
+        _, weight, bias, *_ = operands
         options = prepared.options
-        kept = (y, None) if options.memory_efficient else (added, mean)
-        of_bias = operands.bias if options.memory_efficient else None
-        is_tensor = isinstance(seed, torch.Tensor)
-        ctx.seed = None if is_tensor else seed
-        of_seed = seed if is_tensor else None
-        parameters = (operands.weight, operands.row_scale, of_seed, of_bias)
-        ctx.save_for_backward(*kept, rstd, *parameters)
+        kept = (y, bias) if options.memory_efficient else (added, mean)
+        ctx.save_for_backward(*kept, rstd, weight)
         return prepared.pick_outputs(_with_carrier(prepared, results))
 
     @staticmethod
@@ -321,22 +314,11 @@ def _gradients_with_options(ctx, dy, dsum) -> tuple:
     if forward.options.memory_efficient:
         run = run_untraced(_gradients_from_y) if runs_untraced else _gradients_from_y
         return forward.pick_gradients((*run(ctx, dy, dsum), None))
-    saved = ctx.saved_tensors
-    if saved[5] is None:
-        saved = (*saved[:5], ctx.seed, saved[6])
-    backward_request = _fused_gradients(forward.backward, saved, (dy, dsum), _wanted(ctx))
-    return forward.pick_gradients((*route.backward(backward_request)[:4], None))
-
-
-def _fused_gradients(options, saved, upstream, wants) -> BackwardRequest:
-    """The request of a backward with options."""
-    x, mean, rstd, weight, row_scale, seed, _ = saved
-    dy, dsum = upstream
-    if dy is None:
-        dy = torch.zeros_like(x)
-    names = names_of(FusedBackward._fields, wants)
-    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, seed)
-    return BackwardRequest(operands, options._replace(gradients=names))
+    x, mean, rstd, weight = ctx.saved_tensors
+    dy = torch.zeros_like(x) if dy is None else dy
+    options = forward.backward._replace(gradients=names_of(FusedBackward._fields, _wanted(ctx)))
+    request = BackwardRequest(BackwardOperands(dy, x, mean, rstd, weight, dsum), options)
+    return forward.pick_gradients((*route.backward(request)[:4], None))
 
 
 def _gradients_from_y(ctx, dy, dsum) -> tuple:
@@ -344,7 +326,7 @@ def _gradients_from_y(ctx, dy, dsum) -> tuple:
 
     x_hat is a row whose mean is 0 and whose rstd is 1. Its dx times rstd is that of the sum.
     """
-    y, _, rstd, weight, row_scale, seed, bias = ctx.saved_tensors
+    y, bias, rstd, weight = ctx.saved_tensors
     options, backward, wide = ctx.prepared.options, ctx.prepared.backward, rstd.dtype
     x_hat = y.to(wide) if bias is None else y.to(wide) - bias.to(wide)
     if weight is not None:
@@ -358,15 +340,13 @@ def _gradients_from_y(ctx, dy, dsum) -> tuple:
     dy = torch.zeros_like(y) if dy is None else dy
     operands = BackwardOperands(dy, x_hat, mean, torch.ones_like(rstd), weight)
     changes = {"dx_dtype": str(wide).removeprefix("torch."), "dresidual_dtype": None}
-    request = BackwardRequest(operands, _with_wanted(ctx)._replace(dropout_p=0.0, **changes))
+    request = BackwardRequest(operands, _with_wanted(ctx)._replace(**changes))
     total, dweight, dbias, *_ = route.backward(request)
     if total is None:
         return None, dweight, dbias, None
     total = total * rstd[(..., *(None,) * len(options.extents))]
     total = total if dsum is None else total + dsum
-    seed = ctx.seed if seed is None else seed
-    operands = ForwardOperands(total, row_scale=row_scale, dropout_seed=seed)
-    dx = by_torch.scale_rows(total, operands, options).to(getattr(torch, backward.dx_dtype))
+    dx = total.to(getattr(torch, backward.dx_dtype))
     dresidual = backward.dresidual_dtype and total.to(getattr(torch, backward.dresidual_dtype))
     return dx, dweight, dbias, dresidual
 
@@ -377,7 +357,7 @@ def _differentiable_with_options(ctx, dy, dsum) -> tuple:
     if options.memory_efficient:
         said = _has_no_second_derivative("memory_efficient", "memory_efficient=False")
         raise NotImplementedError(said)
-    x, _, _, weight, row_scale, seed, _ = ctx.saved_tensors
+    x, _, _, weight = ctx.saved_tensors
     dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
     total, dweight = by_torch.pull_back(
         lambda: [by_torch.normalized(x, weight, None, options, dtype, differentiably=True)],
@@ -386,12 +366,8 @@ def _differentiable_with_options(ctx, dy, dsum) -> tuple:
     )
     if dsum is not None:
         total = dsum if total is None else total + dsum
-    operands = ForwardOperands(
-        x, row_scale=row_scale, dropout_seed=ctx.seed if seed is None else seed
-    )
-    dx = None if total is None else by_torch.scale_rows(total, operands, options)
     dbias = None if dy is None else _sum_rows(dy, options.extents)
-    gradients = dx, dweight, dbias, total
+    gradients = total, dweight, dbias, total
     return tuple(each if wanted else None for each, wanted in zip(gradients, _wanted(ctx)))
 
 
@@ -410,9 +386,7 @@ class _NormWithFunctors(torch.autograd.Function):
         ctx.prepared, operands, results = call
         ctx.functors = operands.functors
         ctx.set_materialize_grads(False)
-        y, mean, rstd, added, seed = results
-        is_tensor = isinstance(seed, torch.Tensor)
-        ctx.seed = None if is_tensor else seed
+        y, mean, rstd, added = results
         reads = any(each.functor.reads_argument for each in ctx.functors.load)
         ctx.save_for_backward(
             added,
@@ -420,8 +394,6 @@ class _NormWithFunctors(torch.autograd.Function):
             rstd,
             operands.weight,
             operands.bias,
-            operands.row_scale,
-            seed if is_tensor else None,
             operands.input if ctx.prepared.makes_sum and reads else None,
             *ctx.functors.arrays(),
         )
@@ -437,7 +409,7 @@ class _NormWithFunctors(torch.autograd.Function):
         if by_torch.is_differentiated(*present) and not (is_compiling() or present_tracer()):
             gradients, of_arrays = _differentiable_with_functors(ctx, dy, dsum)
             return *ctx.prepared.pick_gradients((*gradients, None)), *of_arrays
-        x, mean, rstd, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
+        x, mean, rstd, weight, bias, raw, *arrays = ctx.saved_tensors
         functors = ctx.functors.with_arrays(arrays)
         names = names_of(FusedBackward._fields, _wanted(ctx))
         of_arrays = names_of(functors.names(), ctx.needs_input_grad[-count:] if count else ())
@@ -452,10 +424,8 @@ class _NormWithFunctors(torch.autograd.Function):
             weight,
             dsum,
             bias,
-            row_scale,
-            ctx.seed if seed is None else seed,
-            input=raw,
-            functors=functors,
+            raw,
+            functors,
         )
         results = run_untraced(route.backward)(BackwardRequest(operands, options))
         found = dict(zip(of_arrays, results.functors))
@@ -469,7 +439,7 @@ def _differentiable_with_functors(ctx, dy, dsum) -> tuple:
     if not by_torch.has_texts(ctx.functors):
         said = _has_no_second_derivative("a functor without torch=", "functors with it")
         raise NotImplementedError(said)
-    x, _, _, weight, bias, row_scale, seed, raw, *arrays = ctx.saved_tensors
+    x, _, _, weight, bias, raw, *arrays = ctx.saved_tensors
     functors = ctx.functors.with_arrays(arrays)
     dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
     num_dims = len(options.extents)
@@ -485,17 +455,13 @@ def _differentiable_with_functors(ctx, dy, dsum) -> tuple:
         total = dsum if total is None else total + dsum
     dx = total
     if ctx.prepared.makes_sum and total is not None:
-        operands = ForwardOperands(
-            x, row_scale=row_scale, dropout_seed=ctx.seed if seed is None else seed
-        )
-        dx = by_torch.scale_rows(total, operands, options)
         # No derivative depends on an input that was not saved.
         raw = x if raw is None else raw
         with torch.enable_grad():
             argument = raw if raw.requires_grad else raw.detach().requires_grad_()
         dx, *of_load = by_torch.pull_back(
             lambda: [by_torch.through(functors.load, argument, num_dims)],
-            [dx],
+            [total],
             (argument, *arrays),
         )
         of_arrays = [one if other is None else other for one, other in zip(of_arrays, of_load)]

@@ -16,10 +16,10 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ..norm.checks import check_forward
-from ..norm.functors import SEED_LIMIT, with_seeds
+from ..norm.functors import with_seeds
 from ..norm.options import dtype_name
 from ..norm.quantized_tensor import arranged, as_quantized_tensor, scale_shape
-from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, makes_sum, replaced
+from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, replaced
 from ..plan.functors import BoundFunctor, Functors
 from ..plan.problem import cols_of_scale
 from . import modes
@@ -60,16 +60,17 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
             )
     if not (modes.is_compiling() or modes.is_jit_traced() is not None):
         operands, options = check_forward(request)
-    functors = operands.functors
+    added, functors, given = operands.input, operands.functors, operands.input.dtype
     if functors is not None:
-        functors = with_seeds(functors, operands.input)
-        operands = replaced(operands, functors=functors)
-        if _makes_sum(operands, options):
+        functors = with_seeds(functors, added)
+    if operands.residual is not None:
+        if functors is not None:
+            added = through(functors.load, added, len(options.extents))
             functors = replaced(functors, load=())
-    added = _sum(operands, options)
+        added = _sum(added, operands.residual)
     in_8_bits, parameters = options.quantization is not None, (operands.weight, operands.bias)
-    dtype = torch.float32 if in_8_bits else _dtype(options.out_dtype, operands.input.dtype)
-    y = normalized_through(added, *parameters, options, dtype, functors)
+    dtype = torch.float32 if in_8_bits else _dtype(options.out_dtype, given)
+    y = normalized_through(added, *parameters, options, dtype, functors, x_hat_dtype=given)
     return (_quantized(y, operands, options) if in_8_bits else y), added
 
 
@@ -90,8 +91,11 @@ def through(parts: Sequence[BoundFunctor], values: Tensor, num_dims: int) -> Ten
     for functor, arrays, numbers, seeds in parts:
         given = dict(zip(functor.numbers + functor.seeds, numbers + seeds))
         for name, array in zip(functor.arrays, arrays):
-            rows = array.shape if name in functor.per_row else array.shape[:-num_dims]
-            given[name] = array.to(wide).reshape((*rows, -1 if array.ndim else 1))
+            array = array.to(wide)
+            if name in functor.per_row:
+                given[name] = array.unsqueeze(-1)
+            else:
+                given[name] = array.flatten(-min(num_dims, array.ndim) or 0)
         values = functor.torch(values, **given)
     return values.reshape(shape)
 
@@ -105,13 +109,15 @@ def normalized_through(
     functors: Functors | None,
     *,
     differentiably: bool = False,
+    x_hat_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """normalized, of x after the functors on x, and its result after those on y."""
+    how = {"differentiably": differentiably, "x_hat_dtype": x_hat_dtype}
     if functors is None:
-        return normalized(x, weight, bias, options, dtype, differentiably=differentiably)
+        return normalized(x, weight, bias, options, dtype, **how)
     num_dims, wide = len(options.extents), arithmetic(x)
     x = through(functors.load, x, num_dims)
-    y = normalized(x, weight, bias, options, wide, differentiably=differentiably)
+    y = normalized(x, weight, bias, options, wide, **how)
     return through(functors.store, y, num_dims).to(dtype)
 
 
@@ -123,12 +129,14 @@ def normalized(
     dtype: torch.dtype,
     *,
     differentiably: bool = False,
+    x_hat_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y in dtype, rounded once.
 
     One call of torch's norm where all tensors have one dtype. Compiled, RMSNorm is written out:
     inductor makes fewer kernels of it, and exporters know its operations.
 
+    x_hat_dtype: what x_hat is rounded to with round_x_hat; None: the dtype of x.
     differentiably: to any order, and by tangents of tangents. torch 2.13 has wrong third
         derivatives of layer_norm. Those of rms_norm are right.
     """
@@ -136,7 +144,8 @@ def normalized(
     dims = tuple(range(-len(extents), 0))
     eps = torch.finfo(wide).eps if options.eps is None else options.eps
     one_more = bool(options.zero_centered_weight) and weight is not None
-    rounds = options.round_x_hat and given != wide
+    x_hat_dtype = given if x_hat_dtype is None else x_hat_dtype
+    rounds = options.round_x_hat and x_hat_dtype.itemsize < 4
     by_rms = centered and (differentiably or modes.is_transformed())
     writes_out = not centered and (modes.is_compiling() or modes.is_faked())
     if writes_out:  # inductor then sums and casts the gradient of a parameter in one kernel
@@ -162,7 +171,7 @@ def normalized(
     else:
         y = functional.rms_norm(x, extents, inside[0], eps)
     if rounds:
-        y = y.to(given).to(wide)
+        y = y.to(x_hat_dtype).to(wide)
     if inside[0] is not weight:
         y = y * weight
     if bias is not None and (inside[1] is not bias or not centered):
@@ -170,61 +179,18 @@ def normalized(
     return y.to(dtype)
 
 
-def _sum(operands: ForwardOperands, options: ForwardOptions) -> Tensor:
-    """dropout(f(input) * row_scale) + residual, rounded once; the input where nothing is a sum."""
-    x, residual = operands.input, operands.residual
-    dtype = _dtype(options.residual_dtype, x.dtype)
-    if operands.functors is not None and _makes_sum(operands, options):
-        x = through(operands.functors.load, x, len(options.extents))
-    scaled = scale_rows(x, operands, options)
-    if residual is None:
-        return scaled.to(dtype)
-    if scaled is x and x.dtype == residual.dtype == dtype:
+def _sum(x: Tensor, residual: Tensor) -> Tensor:
+    """x + residual, rounded once to the residual's dtype."""
+    if x.dtype == residual.dtype:
         return x + residual
-    wide = torch.promote_types(dtype, torch.float32)
-    return (scaled.to(wide) + residual.to(wide)).to(dtype)
-
-
-def _makes_sum(operands: ForwardOperands, options: ForwardOptions) -> bool:
-    given = operands.input.dtype
-    of_sum = _dtype(options.residual_dtype, given) != given
-    return of_sum or makes_sum(ForwardRequest(operands, options), options.residual_dtype)
+    wide = torch.promote_types(arithmetic(residual), x.dtype)
+    return (x.to(wide) + residual.to(wide)).to(residual.dtype)
 
 
 def _dtype(given: Any, default: torch.dtype) -> torch.dtype:
     if given is None or isinstance(given, torch.dtype):
         return default if given is None else given
     return getattr(torch, dtype_name(given, "dtype"))
-
-
-def scale_rows(x: Tensor, operands: ForwardOperands, options: ForwardOptions) -> Tensor:
-    """x * row_scale, with dropout. It is linear and its own transpose, so gradients use it too."""
-    wide, num_dims = arithmetic(x), len(options.extents)
-    if operands.row_scale is not None:
-        x = x.to(wide) * operands.row_scale.to(wide)[(..., *(None,) * num_dims)]
-    if options.dropout_p > 0:
-        seed = operands.dropout_seed
-        if seed is None:
-            seed = torch.randint(0, SEED_LIMIT, (1,), device=x.device)
-        kept = _kept(x.flatten(-num_dims).flatten(0, -2), options.dropout_p, seed).reshape(x.shape)
-        factor = 1 / (1 - options.dropout_p) if options.dropout_p < 1 else 0.0
-        x = torch.where(kept, x.to(wide) * factor, 0.0)
-    return x
-
-
-def _kept(matrix: Tensor, dropout_p: float, seed: Tensor | int) -> Tensor:
-    """The mask of cupynorm.reference.dropout_mask: Philox in int64, whose products wrap."""
-    (num_rows, num_cols), low = matrix.shape, 0xFFFFFFFF
-    rows = torch.arange(num_rows, device=matrix.device)[:, None]
-    cols = torch.arange((num_cols + 3) // 4, device=matrix.device)
-    counter, keys = [cols & low, cols >> 32, rows & low, rows >> 32], [seed & low, seed >> 32 & low]
-    for _ in range(10):
-        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
-        high = second >> 32 & low ^ counter[1] ^ keys[0], first >> 32 & low ^ counter[3] ^ keys[1]
-        counter = [high[0], second & low, high[1], first & low]
-        keys = [keys[0] + 0x9E3779B9 & low, keys[1] + 0xBB67AE85 & low]
-    words = torch.stack(torch.broadcast_tensors(*counter), -1).flatten(1)[:, :num_cols]
-    return words >= round(dropout_p * 2**32)
 
 
 def _quantized(y: Tensor, operands: ForwardOperands, options: ForwardOptions) -> Any:

@@ -12,6 +12,7 @@ from ..norm.launch_choice import Launch
 from ..norm.options import with_checked_options
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
+from ..plan.functors import Functors
 from . import amaxes, autocast, fp8, wrapped
 from .dtypes import name_of
 from .modes import is_recorded, is_transformed, learns_shapes
@@ -107,10 +108,9 @@ class Fp8Norm(torch.nn.Module):
         input: torch.Tensor,
         residual: torch.Tensor | None,
         return_residual: bool,
-        operands: dict[str, Any],
-        options: dict[str, Any],
+        functors: Functors | None,
     ) -> Any:
-        """The call with fp8_output. operands, options: those that forward was given besides."""
+        """The call with fp8_output."""
         region = autocast.kept(autocast.active)
         if region is None:
             raise ValueError(
@@ -140,7 +140,7 @@ class Fp8Norm(torch.nn.Module):
             residual,
             scale=step.scale,
             amax=step.amax,
-            **operands,
+            functors=functors,
         )
         norm_options = ForwardOptions(
             self._centered,
@@ -152,7 +152,6 @@ class Fp8Norm(torch.nn.Module):
             memory_efficient=self.memory_efficient,
             quantization=quantization,
             launch=self.launch,
-            **options,
         )
         request = with_checked_options(ForwardRequest(norm_operands, norm_options))
         results = normalize(request, return_residual)

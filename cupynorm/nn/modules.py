@@ -16,10 +16,10 @@ from ..norm import route
 from ..norm.api import layer_norm, rms_norm
 from ..norm.functors import bind_functors
 from ..norm.launch_choice import Launch, checked_launch
-from ..norm.options import check_dropout_p, extents_of, names_what_was_removed
+from ..norm.options import extents_of, names_what_was_removed
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions
-from ..plan.functors import Fuse
+from ..plan.functors import BoundFunctor, Fuse
 from .fp8_norm import Fp8Norm
 from .modes import run_untraced
 from .second_names import either
@@ -92,41 +92,27 @@ class Norm(Fp8Norm):
         residual: torch.Tensor | None = None,
         *,
         return_residual: bool = False,
-        residual_dtype: torch.dtype | None = None,
-        row_scale: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | torch.Tensor | None = None,
         fp8_output: bool = False,
         fuse: Fuse = (),
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
         if not self.training:
-            dropout_p = _without_dropout(dropout_p)
+            fuse = _without_dropout(fuse)
         if fp8_output.__class__ is Proxy:
-            dropout_p = _without_fp8(dropout_p, fp8_output)
+            fuse = _without_fp8(fuse, fp8_output)
         elif fp8_output:
-            operands = {
-                "row_scale": row_scale,
-                "dropout_seed": dropout_seed,
-                "functors": bind_functors(fuse),
-            }
-            options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
             call = run_untraced(self._forward_in_fp8)
-            return call(input, residual, return_residual, operands, options)
+            return call(input, residual, return_residual, bind_functors(fuse))
         if self.memory_efficient:
             operands = {
                 "weight": self._parameter("weight"),
                 "bias": self._parameter("bias") if self._centered else None,
                 "residual": residual,
-                "row_scale": row_scale,
-                "dropout_seed": dropout_seed,
             }
             options = {
                 "centered": self._centered,
                 "extents": self.normalized_shape,
                 "eps": self.eps,
                 "zero_centered_weight": self.zero_centered_gamma,
-                "residual_dtype": residual_dtype,
-                "dropout_p": dropout_p,
                 "round_x_hat": self.round_x_hat,
                 "launch": self.launch,
             }
@@ -142,10 +128,6 @@ class Norm(Fp8Norm):
             residual=residual,
             return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma,
-            residual_dtype=residual_dtype,
-            row_scale=row_scale,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
             round_x_hat=self.round_x_hat,
             fuse=fuse,
             launch=self.launch,
@@ -194,10 +176,10 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
-    Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
-    returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
-    CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed
-    and fuse are as for cupynorm.layer_norm; elements are dropped only in training mode.
+    Called with input (..., *normalized_shape), and optionally a residual of its shape, it returns y
+    of input's shape and dtype, or (y, input + residual) with return_residual=True. Under CUDA's
+    autocast y is float32, as torch's is. fuse is as for cupynorm.layer_norm; functors named dropout
+    apply only in training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
@@ -295,20 +277,26 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 
 
-def _without_dropout(dropout_p: object) -> float:
-    """0, for a module that does not train; raises as if it trained."""
-    if type(dropout_p) is not float or dropout_p != 0.0:
-        check_dropout_p(dropout_p)
-    return 0.0
+def _without_dropout(fuse: Fuse) -> Fuse:
+    """fuse, for a module that does not train."""
+    if fuse.__class__ is tuple and not fuse:
+        return fuse
+    is_one = isinstance(fuse, BoundFunctor) or not isinstance(fuse, (tuple, list))
+    given = (fuse,) if is_one else fuse
+    return tuple(
+        each
+        for each in given
+        if not (isinstance(each, BoundFunctor) and each.functor.name == "dropout")
+    )
 
 
-def _without_fp8(dropout_p: float, fp8_output: bool) -> float:
-    """dropout_p, in what torch.fx.symbolic_trace records of a norm that is the root."""
+def _without_fp8(fuse: Fuse, fp8_output: bool) -> Fuse:
+    """fuse, in what torch.fx.symbolic_trace records of a norm that is the root."""
     if fp8_output:
         raise NotImplementedError(
             "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
         )
-    return dropout_p
+    return fuse
 
 
 def _keeping_y(

@@ -49,13 +49,13 @@ class Repeated:
         addresses = tuple(map(_address, tensors))
         if reduce(or_, addresses) & 15:
             return None
-        # Behind the tensors: what was given, the seed, None (TensorOrder in norm/on_gpu.py).
-        return self._results(self._run(tensors, addresses, None) + (operands[0], None, None))
+        # Behind the tensors: what was given, None (TensorOrder in norm/on_gpu.py).
+        return self._results(self._run(tensors, addresses) + (operands[0], None))
 
 
 def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
-    """Keeps a call that kernels compute as the last one of its kind, unless it draws a seed, or a
-    tensor is copied or not aligned to 16 bytes."""
+    """Keeps a call that kernels compute as the last one of its kind, unless a tensor is copied or
+    not aligned to 16 bytes."""
     if kind is None or not isinstance(prepared, OnGpu) or prepared.copies or not prepared.steps:
         return
     tensors = prepared.read(operands)

@@ -75,10 +75,16 @@ def normalize_nested(
         option = "out" if options.quantization is None else "8-bit out_dtype"
         raise NotImplementedError(f"{option} was given and input is nested; expected neither")
     packing = Packing(operands.input, len(options.extents))
-    by_row = {name: getattr(operands, name) for name in ("input", "residual", "row_scale")}
+    by_row = {name: getattr(operands, name) for name in ("input", "residual")}
     packed = {
         name: packing.values(tensor, name) for name, tensor in by_row.items() if tensor is not None
     }
+    functors = operands.functors
+    if functors is not None:
+        pairs = zip(functors.names(), functors.arrays())
+        packed["functors"] = functors.with_arrays(
+            [packing.values(each, name) if is_any_nested(each) else each for name, each in pairs]
+        )
     results = of_dense(ForwardRequest(replaced(operands, **packed), options))
     return packing.nested(results)
 
@@ -108,8 +114,8 @@ def normalize_dtensors(
     from torch.distributed.tensor import Partial, Replicate
 
     operands, options = request
-    input, by_row = operands.input, ("input", "residual", "row_scale")
-    refused = {"an 8-bit out_dtype": options.quantization, "dropout_p": options.dropout_p or None}
+    input, by_row = operands.input, ("input", "residual")
+    refused = {"an 8-bit out_dtype": options.quantization}
     refused |= {"out": operands.out, "the sum of out": operands.out_sum, "fuse": operands.functors}
     for name, given in refused.items():
         if given is not None:
@@ -118,7 +124,7 @@ def normalize_dtensors(
             )
     first = input.ndim - len(options.extents)
     for name in by_row:
-        each, shape = getattr(operands, name), input.shape
+        each = getattr(operands, name)
         if each is None:
             continue
         if not is_any_dtensor(each):
@@ -126,9 +132,8 @@ def normalize_dtensors(
                 f"{name} is {type_in_words(each)} and another argument is a DTensor; "
                 "expected a DTensor too"
             )
-        shape = shape[:first] if name == "row_scale" else shape
-        if each.shape != shape:  # parts of some ranks may fit
-            raise ValueError(f"{name} has shape {tuple(each.shape)}; expected {tuple(shape)}")
+        if each.shape != input.shape:  # parts of some ranks may fit
+            raise ValueError(f"{name} has shape {tuple(each.shape)}; expected {tuple(input.shape)}")
     mesh = input.device_mesh
     rows = [
         each if each.is_shard() and each.dim < first else Replicate() for each in input.placements

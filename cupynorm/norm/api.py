@@ -20,7 +20,7 @@ from .options import (
     with_checked_options,
 )
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
-from .results import Forward, FusedForward
+from .results import Forward
 from .route import call, explicit_forward
 
 if TYPE_CHECKING:
@@ -118,10 +118,6 @@ def layer_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | Outs | None = None,
-    residual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -147,22 +143,10 @@ def layer_norm(
 
     Residual:
 
-    residual: of the input's shape. input + residual is normalised, rounded once to the input's
-        dtype (or residual_dtype).
+    residual: of the input's shape, of any of the four dtypes: a residual stream can stay in float32
+        beside 16-bit inputs. input + residual is normalised, rounded once to the residual's dtype.
+        Each gradient has its tensor's dtype.
     return_residual: also return that sum, for pre-norm blocks.
-    residual_dtype: the dtype of the sum, by default the input's: a residual stream can stay in
-        float32 beside 16-bit inputs. The residual has this dtype or the input's. Without a residual
-        the sum is the input in this dtype. Each gradient has its tensor's dtype.
-    row_scale: of the leading shape, any of the four dtypes. Each row of the input is multiplied by
-        its element before the residual is added. It is a constant: it has no gradient.
-    dropout_p, dropout_seed: after row_scale and before the residual is added, elements of the input
-        become 0 with probability dropout_p; the others are multiplied by 1 / (1 - dropout_p). A p
-        of 1 drops all. The mask is a function of the seed and of an element's row and column
-        (cupynorm.reference.dropout_mask): it is the same on every device, and backward computes it
-        again. dropout_seed is an int, or an int64 array of one element on the input's device, which
-        the kernel reads there. By default the input's library draws one on that device
-        (torch.randint, cupy.random, np.random), so torch.manual_seed and CUDA graphs work as with
-        torch's dropout.
 
     Parameters and outputs:
 
@@ -183,7 +167,7 @@ def layer_norm(
         Those on x apply to the input in their order, before the residual is added. Their result is
         normalised as it is, in the compute type, unless a residual makes a sum, which is rounded.
         Those on y apply after weight and bias, before y is rounded. return_residual then needs a
-        residual. They go with neither an 8-bit y nor round_x_hat.
+        residual. They do not go with an 8-bit y, nor those on y with round_x_hat.
 
     How it is computed; none of these changes a result beyond rounding:
 
@@ -197,8 +181,8 @@ def layer_norm(
     or differentiates twice is computed by its own operations, without out. Under
     CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
-    Arithmetic is in float32 (float64 for a float64 sum, which is the input unless an option makes
-    another) with one rounding at the end.
+    Arithmetic is in float32 (float64 for a float64 sum, which is the input without a residual) with
+    one rounding at the end.
     Other operands are converted to that when they are read, also a float64 weight beside a 16-bit
     input. float32 values below 2^-126 may count as 0. A row's result does not depend on other rows
     and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. If the squared
@@ -206,10 +190,10 @@ def layer_norm(
     variance is infinite in float32: rstd is 0 and y is bias. A row whose values themselves sum
     beyond 3.4e38 is NaN or bias.
 
-    For a torch DTensor y is placed as the input; so are residual and row_scale, also DTensors.
-    weight and bias are DTensors, or plain tensors that are the same on every rank. Rows that are
-    split between ranks are gathered first, and y is whole on each rank. out, dropout_p, an 8-bit
-    out_dtype and fuse take no DTensor.
+    For a torch DTensor y is placed as the input; so is residual, also a DTensor. weight and bias
+    are DTensors, or plain tensors that are the same on every rank. Rows that are split between
+    ranks are gathered first, and y is whole on each rank. out, an 8-bit out_dtype and fuse take no
+    DTensor.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
@@ -228,8 +212,6 @@ def layer_norm(
         residual,
         out,
         out_sum,
-        row_scale,
-        dropout_seed,
         scale,
         amax,
         functors,
@@ -240,8 +222,6 @@ def layer_norm(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
-        dropout_p,
         round_x_hat,
         quantization,
         checked_launch(launch),
@@ -323,10 +303,6 @@ def rms_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | Outs | None = None,
-    residual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -361,8 +337,6 @@ def rms_norm(
         residual,
         out,
         out_sum,
-        row_scale,
-        dropout_seed,
         scale,
         amax,
         functors,
@@ -373,8 +347,6 @@ def rms_norm(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
-        dropout_p,
         round_x_hat,
         quantization,
         checked_launch(launch),
@@ -395,14 +367,10 @@ def layer_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | Outs | None = None,
-    residual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
-) -> Forward | FusedForward:
+) -> Forward:
     """layer_norm that also returns what backward needs, outside any autograd.
 
     Examples:
@@ -415,14 +383,13 @@ def layer_norm_forward(
     fuse: as for layer_norm, with a seed for those that need one. With functors on x, sum is what
         they make, rounded to the input's dtype, also without a residual.
 
-    Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
-    dropout_p, round_x_hat, fuse or an 8-bit out_dtype; the two say shapes and dtypes.
+    Returns Forward(y, mean, rstd, sum), which says shapes and dtypes.
     Raises as layer_norm.
     """
     out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, out, out_sum, row_scale, dropout_seed, scale, amax),
+        *(input, weight, bias, residual, out, out_sum, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
@@ -431,8 +398,6 @@ def layer_norm_forward(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
-        dropout_p,
         round_x_hat,
         quantization,
         checked_launch(launch),
@@ -452,14 +417,10 @@ def rms_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | Outs | None = None,
-    residual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
-) -> Forward | FusedForward:
+) -> Forward:
     """rms_norm that also returns what backward needs, outside any autograd.
 
     Examples:
@@ -468,12 +429,12 @@ def rms_norm_forward(
 
     eps: as for rms_norm; all other arguments as for layer_norm_forward.
 
-    Returns Forward(y, None, rstd, sum), or a FusedForward, as layer_norm_forward, and raises as it.
+    Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
     out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, out, out_sum, row_scale, dropout_seed, scale, amax),
+        *(input, weight, bias, residual, out, out_sum, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
@@ -482,8 +443,6 @@ def rms_norm_forward(
         eps,
         zero_centered_weight,
         out_dtype,
-        residual_dtype,
-        dropout_p,
         round_x_hat,
         quantization,
         checked_launch(launch),

@@ -37,19 +37,15 @@ class Address(NamedTuple):
     offset: int = 0
 
 
-class Seed(NamedTuple):
-    """A word that is the dropout seed itself, 0 where the kernel reads it from an address."""
-
-
-Words = list  # of constants, Address and Seed
+Words = list  # of constants and Address
 
 
 class Arguments:
     """The arguments of a call's kernels, for tensors that come in a known order.
 
-    The words of all kernels are one tuple: the addresses of a run, the constants of the plan, the
-    seed, and sums of an address and an offset. Each kernel has an itemgetter that picks its own
-    from them, because this runs in every call.
+    The words of all kernels are one tuple: the addresses of a run, the constants of the plan, and
+    sums of an address and an offset. Each kernel has an itemgetter that picks its own from them,
+    because this runs in every call.
     """
 
     def __init__(self, arguments: Sequence[Words], order: Sequence[str]) -> None:
@@ -59,17 +55,14 @@ class Arguments:
         addresses = [word for word in words if isinstance(word, Address)]
         sums = [word for word in addresses if word.offset and word.tensor in indices]
         self.sums = [(indices[word.tensor], word.offset) for word in sums]
-        constants = [word for word in words if not isinstance(word, (Address, Seed))]
+        constants = [word for word in words if not isinstance(word, Address)]
         self.constants = (0, *constants)
-        self.takes_seed = any(isinstance(word, Seed) for word in words)
         absent = len(order)
         constant = iter(range(absent + 1, absent + len(self.constants)))
-        seed = absent + len(self.constants)
-        sum_ = iter(range(seed + self.takes_seed, seed + self.takes_seed + len(sums)))
+        end = absent + len(self.constants)
+        sum_ = iter(range(end, end + len(sums)))
 
         def place(word: object) -> int:
-            if isinstance(word, Seed):
-                return seed
             if not isinstance(word, Address):
                 return next(constant)
             if word.tensor not in indices:
@@ -78,12 +71,9 @@ class Arguments:
 
         self.picks = [itemgetter(*map(place, argument)) for argument in arguments]
 
-    def words(self, addresses: tuple[int, ...], seed: object = 0) -> tuple:
-        """What each of `picks` picks from. addresses: in the order of the run. seed: an int, or an
-        array that is among them."""
+    def words(self, addresses: tuple[int, ...]) -> tuple:
+        """What each of `picks` picks from. addresses: in the order of the run."""
         words = addresses + self.constants
-        if self.takes_seed:
-            words += (seed if seed.__class__ is int else 0,)
         if self.sums:
             words += tuple([addresses[index] + offset for index, offset in self.sums])
         return words
@@ -102,10 +92,10 @@ class Call(NamedTuple):
         """order: names of the tensors that a run has."""
         return Arguments(self.arguments, order)
 
-    def fill(self, addresses: Mapping[str, int], seed: int = 0) -> list[tuple]:
+    def fill(self, addresses: Mapping[str, int]) -> list[tuple]:
         """The words of each kernel's argument; addresses: of the tensors that are there."""
         arguments = self.arguments_of(list(addresses))
-        words = arguments.words(tuple(addresses.values()), seed)
+        words = arguments.words(tuple(addresses.values()))
         return [pick(words) for pick in arguments.picks]
 
 
@@ -128,12 +118,6 @@ def row_words(tensors: RowsByName, name: str, turned: bool = False) -> tuple[Add
     # Rows.layout has the itemsize of 8-bit dtypes too.
     last = (rows.num_rows - 1) * rows.row_stride * rows.layout().itemsize
     return Address(name, last), -rows.row_stride
-
-
-def _dropout_words(p: float) -> tuple:
-    """The end of struct Factor of dropout.cuh: the seed, its threshold, the factor of the rest."""
-    seed = Address("dropout_seed"), Seed()
-    return *seed, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0
 
 
 def scale_rule_words(quantization: Quantization) -> tuple[int, int, int, int]:
@@ -197,26 +181,16 @@ def forward_problem(
 ) -> Problem:
     """The problem of a forward: its tensors and what is fused with the norm.
 
-    tensors: x, y, weight, bias, residual, sum, row_scale; amax where one is
-    recorded. Without y: mean and rstd alone.
+    tensors: x, y, weight, bias, residual, sum; amax where one is recorded. Without y: mean and
+    rstd alone.
     """
     x = tensors["x"]
-    drops = options.dropout_p > 0
     # ResidualLoad adds a residual of x's dtype; SumLoad does everything else.
     dtypes = {tensors[name].dtype for name in ("x", "residual", "sum") if name in tensors}
-    has_own_sum = len(dtypes) > 1 or "row_scale" in tensors or drops
-    has_own_sum |= bool(functors.load) and "sum" in tensors
+    has_own_sum = len(dtypes) > 1 or (bool(functors.load) and "sum" in tensors)
     # A load keeps what it makes in the dtype of the arithmetic.
     source = x.dtype if functors.load and not has_own_sum else None
-    own_sum = {}
-    if has_own_sum:
-        own_sum = {
-            "input": x.dtype,
-            "residual_dtype": dtype_of(tensors, "residual"),
-            "row_scale": dtype_of(tensors, "row_scale"),
-            "dropout": drops,
-        }
-    streamed = {name: rows for name, rows in tensors.items() if name not in ("row_scale", "amax")}
+    streamed = {name: rows for name, rows in tensors.items() if name != "amax"}
     rounds = options.round_x_hat and DTYPES[x.dtype].itemsize < 4
     problem = Problem(
         "forward",
@@ -228,11 +202,12 @@ def forward_problem(
         bias=dtype_of(tensors, "bias"),
         zero_centered=bool(options.zero_centered_weight),
         residual="residual" in tensors and not has_own_sum,
+        input=x.dtype if has_own_sum else None,
+        residual_dtype=dtype_of(tensors, "residual") if has_own_sum else None,
         round_x_hat=x.dtype if rounds else None,
         scaling=options.quantization.scaling if options.quantization else None,
         amax="amax" in tensors,
         layout=layout_of(x.num_cols, streamed),
-        **own_sum,
     )
     return _with_functors(problem, functors, load=source)
 
@@ -280,8 +255,6 @@ def _forward_words(
     words = [*_functor_words(functors.load, problem), *row_words(tensors, "x", turned)]
     if problem.input or problem.residual:
         words += [*row_words(tensors, "residual", turned), *row_words(tensors, "sum", turned)]
-    if problem.input:
-        words += [Address("row_scale"), *_dropout_words(options.dropout_p)]
     words += [*row_words(tensors, "y", turned), Address("weight"), Address("bias")]
     if options.quantization:
         words += _scale_words(problem, options.quantization, tensors["x"].num_rows)
@@ -304,11 +277,10 @@ def backward_problem(
 ) -> Problem:
     """The problem of a backward.
 
-    tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y
-    is recomputed; input and bias of functors. compute: the dtype of the statistics.
+    tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual; y and bias where y is
+    recomputed; input and bias of functors. compute: the dtype of the statistics.
     """
     x, dy = tensors["x"], tensors["dy"]
-    streamed = {name: rows for name, rows in tensors.items() if name != "row_scale"}
     # What comes through a functor has the dtype of the arithmetic.
     sources = {}
     if options.applies_load:
@@ -328,12 +300,10 @@ def backward_problem(
         dbias=dtype_of(tensors, "dbias"),
         dsum=dtype_of(tensors, "dsum"),
         dresidual=dtype_of(tensors, "dresidual"),
-        row_scale=dtype_of(tensors, "row_scale"),
-        dropout=options.dropout_p > 0,
         input=dtype_of(tensors, "input"),
         recomputed=dtype_of(tensors, "y"),
         bias=dtype_of(tensors, "bias"),
-        layout=layout_of(x.num_cols, streamed),
+        layout=layout_of(x.num_cols, tensors),
     )
     return _with_functors(problem, functors, **sources)
 
@@ -435,9 +405,8 @@ def _backward_words(
         words += row_words(tensors, "input" if problem.input else "x")
         words += _functor_words(load, problem, backward=True)
     words += [*row_words(tensors, "dx"), *row_words(tensors, "dsum")]
-    if problem.dresidual or problem.row_scale or problem.dropout or load:
-        factor = [Address("row_scale"), *_dropout_words(options.dropout_p)]
-        words += [*row_words(tensors, "dresidual"), *factor]
+    if problem.dresidual or load:
+        words += row_words(tensors, "dresidual")
     if problem.recomputed:
         words += [*row_words(tensors, "y"), Address("weight"), Address("bias")]
     x = tensors["x"]

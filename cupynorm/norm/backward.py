@@ -33,9 +33,6 @@ def layer_norm_backward(
     dbias_dtype: Any = None,
     dx_dtype: Any = None,
     dresidual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     fuse: Fuse = (),
     input: Array | None = None,
     bias: Array | None = None,
@@ -56,9 +53,8 @@ def layer_norm_backward(
     gradients: which to compute. The others are None and cost nothing.
     dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
 
-    For a forward with fused options:
+    For a forward with functors or a residual of another dtype:
 
-    row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
     With any of these, fuse, or "dresidual" among the gradients, a FusedBackward is returned. One
     kernel writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
@@ -73,10 +69,7 @@ def layer_norm_backward(
     computed in float32 (float64 for float64) in a fixed order: they repeat to the bit. Raises as
     layer_norm.
     """
-    operands = BackwardOperands(
-        *(dy, x, mean, rstd, weight, dsum, bias, row_scale, dropout_seed),
-        *(input, bind_functors(fuse)),
-    )
+    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, bias, input, bind_functors(fuse))
     options = BackwardOptions(
         True,
         extents_of(normalized_shape),
@@ -86,7 +79,6 @@ def layer_norm_backward(
         dweight_dtype,
         dbias_dtype,
         dresidual_dtype,
-        dropout_p,
         launch=checked_launch(launch),
     )
     return explicit_backward(BackwardRequest(operands, options))
@@ -107,9 +99,6 @@ def rms_norm_backward(
     dbias_dtype: Any = None,
     dx_dtype: Any = None,
     dresidual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
     fuse: Fuse = (),
     input: Array | None = None,
     bias: Array | None = None,
@@ -126,10 +115,7 @@ def rms_norm_backward(
 
     Returns Backward or FusedBackward, as layer_norm_backward, and raises as it.
     """
-    operands = BackwardOperands(
-        *(dy, x, None, rstd, weight, dsum, bias, row_scale, dropout_seed),
-        *(input, bind_functors(fuse)),
-    )
+    operands = BackwardOperands(dy, x, None, rstd, weight, dsum, bias, input, bind_functors(fuse))
     options = BackwardOptions(
         False,
         extents_of(normalized_shape),
@@ -139,7 +125,6 @@ def rms_norm_backward(
         dweight_dtype,
         dbias_dtype,
         dresidual_dtype,
-        dropout_p,
         launch=checked_launch(launch),
     )
     return explicit_backward(BackwardRequest(operands, options))

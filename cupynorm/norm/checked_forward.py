@@ -7,8 +7,8 @@ from typing import Any
 
 from ..gpu import arrays
 from .launch_choice import of_backward
-from .request import Array, BackwardOptions, ForwardRequest, is_plain, makes_sum
-from .results import FusedForward
+from .request import Array, BackwardOptions, ForwardRequest, is_plain
+from .results import Forward
 
 
 def dtype_or_none(array: Array | None) -> str | None:
@@ -24,7 +24,7 @@ class CheckedForward:
     """A forward that is checked, and what its gradients depend on besides arrays.
 
     backward: the options of its backward, which selects its own gradients. backwards: backwards
-    that autograd prepared.
+    that autograd prepared. sum_dtype: of what is normalised.
     """
 
     def __init__(self, request: ForwardRequest, stores_sum: bool) -> None:
@@ -33,12 +33,9 @@ class CheckedForward:
         self.options = options
         self.dtype = arrays.dtype_name(operands.input)
         load = () if operands.functors is None else operands.functors.load
-        self.makes_sum = makes_sum(request, self.dtype) or bool(stores_sum and load)
-        # After the checks residual_dtype always has a value.
-        as_input = options._replace(residual_dtype=None)
-        self.is_plain = options.residual_dtype == self.dtype and is_plain(
-            ForwardRequest(operands, as_input)
-        )
+        self.makes_sum = operands.residual is not None or bool(stores_sum and load)
+        self.sum_dtype = dtype_or_none(operands.residual) or self.dtype
+        self.is_plain = self.sum_dtype == self.dtype and is_plain(request)
         self.backward = BackwardOptions(
             options.centered,
             options.extents,
@@ -46,7 +43,6 @@ class CheckedForward:
             dx_dtype=None if self.is_plain else self.dtype,
             dbias_dtype=dtype_or_none(operands.bias),
             dresidual_dtype=None if self.is_plain else dtype_or_none(operands.residual),
-            dropout_p=options.dropout_p,
             applies_load=bool(load) and not self.makes_sum,
             launch=of_backward(options.launch),
         )
@@ -62,9 +58,9 @@ class CheckedForward:
         # From gradients in the order of DIFFERENTIABLE, and None.
         places = [DIFFERENTIABLE.index(name) for name in self.differentiable]
         self.pick_gradients = itemgetter(-1, *places)
-        # From a FusedForward, what autograd returns: y, or a tuple where there is more.
+        # From a Forward, what autograd returns: y, or a tuple where there is more.
         outputs = ["y", *["sum"] * self.makes_sum]
-        self.pick_outputs = itemgetter(*map(FusedForward._fields.index, outputs))
+        self.pick_outputs = itemgetter(*map(Forward._fields.index, outputs))
 
     def split_outputs(self, outputs: Any) -> tuple:
         """(y, sum) of what pick_outputs picked, or of the gradients of that."""

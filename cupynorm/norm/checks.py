@@ -13,6 +13,7 @@ import numpy as np
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import arrays
 from ..plan.functors import Functors
+from .checked_forward import dtype_or_none
 from .functors import check_shape, with_seeds
 from .options import check_gradients, dtype_name
 from .request import (
@@ -22,7 +23,6 @@ from .request import (
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
-    makes_sum,
 )
 from .results import GRADIENTS
 
@@ -115,7 +115,7 @@ def _take_functors(
         check_shape(tuple(array.shape), tuple(x.shape), len(extents), name, per_row)
         converted.append(array)
     for name, seed in zip(functors.names_of_seeds(), functors.arrays()[len(converted) :]):
-        converted.append(_check_seed(seed, x, name))
+        converted.append(_take_seed(seed, x, name))
     return functors.with_arrays(converted)
 
 
@@ -143,13 +143,13 @@ def check_out(request: ForwardRequest) -> None:
     the sum, and rows of their own."""
     operands, options = request
     x = operands.input
-    if operands.out_sum is not None and not makes_sum(request, arrays.dtype_name(x)):
+    if operands.out_sum is not None and operands.residual is None:
         raise ValueError(
             "out has a sum, and nothing is added to the input; expected one array, or a residual"
         )
     for name, out, dtype in (
         ("out", operands.out, options.out_dtype),
-        ("the sum of out", operands.out_sum, options.residual_dtype),
+        ("the sum of out", operands.out_sum, dtype_or_none(operands.residual)),
     ):
         if out is None:
             continue
@@ -181,7 +181,7 @@ def check_out(request: ForwardRequest) -> None:
 def check_overlap(operands: ForwardOperands) -> None:
     """y shares no memory with what is read, unless it is the input; nor does the sum, unless it is
     the residual. A functor that reads other columns may read what is written already."""
-    names = ("input", "weight", "bias", "residual", "row_scale")
+    names = ("input", "weight", "bias", "residual")
     read = [(name, getattr(operands, name)) for name in names]
     if operands.functors is not None:
         read += zip(operands.functors.names(), operands.functors.arrays())
@@ -221,14 +221,8 @@ def _reader_of_others(functors: Functors | None) -> str:
     return names[0] if names else ""
 
 
-def _check_seed(seed: object, x: Array, name: str = "dropout_seed") -> object:
-    """The seed, converted: an array of one int64, an int or None."""
-    if seed is None or isinstance(seed, int):
-        return seed
-    if not hasattr(seed, "__dlpack__"):
-        raise TypeError(
-            f"{name} is {arrays.type_in_words(seed)}; expected an int or one element of int64"
-        )
+def _take_seed(seed: Array, x: Array, name: str) -> Array:
+    """The seed of a functor, converted."""
     seed = arrays.take(seed, name)
     if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
         raise ValueError(
@@ -243,38 +237,30 @@ def _check_seed(seed: object, x: Array, name: str = "dropout_seed") -> object:
 
 
 def check_forward(request: ForwardRequest) -> ForwardRequest:
-    """The request with its arrays converted, eps a float, and the dtypes of y and of the sum by
-    name. Reads no address: a tensor may have no memory."""
+    """The request with its arrays converted, eps a float, and the dtype of y by name.
+
+    Reads no address: a tensor may have no memory.
+    """
     given, options = request
     x = arrays.take(given.input, "input")
     dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
     _check_extents(shape, extents, "input")
-    leading = shape[: len(shape) - len(extents)]
     parameters = {
         name: take_like(getattr(given, name), x, extents, name, "input")
         for name in ("weight", "bias")
     }
-    sum_dtype = options.residual_dtype or dtype
+    residual = take_like(given.residual, x, shape, "residual", "input")
+    sum_dtype = dtype if residual is None else arrays.dtype_name(residual)
     eps = check_eps(options.eps, sum_dtype, has_default=not options.centered)
     y_dtype = dtype
     if options.quantization is not None:
         y_dtype = options.quantization.dtype
     elif options.out_dtype is not None:
         y_dtype = dtype_name(options.out_dtype, "out_dtype", also=EIGHT_BITS)
-    residual = take_like(given.residual, x, shape, "residual", "input")
-    if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
-        expected = f"the input's, {dtype}"
-        if options.residual_dtype is not None:
-            expected = f"the input's or residual_dtype, {dtype} or {sum_dtype}"
-        raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
-    row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
-    _check_constant(row_scale, "row_scale")
     divides = options.quantization is not None and options.quantization.divides
     operands = given._replace(
         input=x,
         residual=residual,
-        row_scale=row_scale,
-        dropout_seed=_check_seed(given.dropout_seed, x),
         scale=_scalar(given.scale, "scale_inv" if divides else "scale", x),
         amax=_scalar(given.amax, "amax", x),
         functors=_take_functors(given.functors, x, extents),
@@ -284,21 +270,26 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         raise ValueError(
             "amax is scale's own memory, which the kernel reads; expected an array of its own"
         )
-    options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
+    options = options._replace(eps=eps, out_dtype=y_dtype)
     _check_combinations(operands, options)
     return ForwardRequest(operands, options)
 
 
 def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> None:
     """Raises ValueError or TypeError for options that exclude each other."""
-    quantization = options.quantization
+    quantization, functors = options.quantization, operands.functors
     if options.memory_efficient and quantization is not None:
         raise ValueError(
             f"memory_efficient was given with out_dtype {quantization.dtype}; "
             "expected only one of them"
         )
-    for name in ("memory_efficient", "round_x_hat"):
-        if getattr(options, name) and operands.functors is not None:
+    if functors is None:
+        return
+    for name, is_given in (
+        ("memory_efficient", options.memory_efficient),
+        ("round_x_hat", options.round_x_hat and functors.store),
+    ):
+        if is_given:
             raise ValueError(f"{name} was given with fuse; expected only one of them")
 
 
@@ -341,8 +332,6 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
             )
     if options.recompute or functors is not None:
         bias = take_like(given.bias, x, extents, "bias", "x")
-    if options.dropout_p > 0 and given.dropout_seed is None:
-        raise TypeError("dropout_seed is None; expected the seed that the forward returned")
     operands = BackwardOperands(
         dy,
         x,
@@ -351,8 +340,6 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         weight,
         dsum,
         bias,
-        row_scale=take_like(given.row_scale, x, leading, "row_scale", "x"),
-        dropout_seed=_check_seed(given.dropout_seed, x),
         input=input,
         functors=functors,
     )

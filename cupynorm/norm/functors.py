@@ -325,7 +325,7 @@ def place_all(
         own = tuple(array for array, _ in places)
         placed.append(PlacedFunctor(each.functor, each.numbers, own, label, gradients))
     count = len(functors.load)
-    copied += [False] * len(functors.names_of_seeds())
+    copied += [arrays.view(seed).is_lazy for each in functors.parts for seed in each.seeds]
     return PlacedFunctors(tuple(placed[:count]), tuple(placed[count:])), copied
 
 

@@ -10,21 +10,14 @@ from ..gpu import arrays
 from ..reference.layer_norm import affine
 from . import host_functors
 from .checked_forward import CheckedForward
-from .functors import draw_seed, summed
+from .functors import summed
 from .quantized_tensor import quantize_on_host
 from .request import Array, BackwardOperands, BackwardRequest, ForwardOperands, ForwardRequest
-from .results import FusedForward, Gradients
+from .results import Forward, Gradients
 
 
 def _vector(array: Array | None) -> np.ndarray | None:
     return None if array is None else arrays.to_float64(array).reshape(-1)
-
-
-def _scaled(
-    matrix: np.ndarray, row_scale: Array | None, dropout_p: float, seed: object
-) -> np.ndarray:
-    seed = int(seed.item()) if hasattr(seed, "item") else seed or 0
-    return reference.scaled(matrix, _vector(row_scale), dropout_p, seed)
 
 
 class HostForward(CheckedForward):
@@ -37,11 +30,8 @@ class HostForward(CheckedForward):
         self.leading = self.shape[: len(self.shape) - len(extents)]
         self.matrix_shape = arrays.product(self.leading), arrays.product(extents)
 
-    def run(self, operands: ForwardOperands) -> FusedForward:
-        options, seed = self.options, operands.dropout_seed
-        if seed is None and options.dropout_p > 0:
-            seed = draw_seed(operands.input)
-        added = self._sum(operands, seed)
+    def run(self, operands: ForwardOperands) -> Forward:
+        options, added = self.options, self._sum(operands)
         x = arrays.to_float64(added).reshape(self.matrix_shape)
         load, store = operands.functors or ((), ())
         if not self.makes_sum:
@@ -58,24 +48,23 @@ class HostForward(CheckedForward):
         if operands.out_sum is not None:
             operands.out_sum[...] = added
             added = operands.out_sum
-        compute = compute_dtype(options.residual_dtype).name
+        compute = compute_dtype(self.sum_dtype).name
         mean, rstd = (
             None if each is None else arrays.from_float64(each, compute, operands.input)
             for each in (mean, rstd)
         )
-        return FusedForward(y, mean, rstd, added, seed)
+        return Forward(y, mean, rstd, added)
 
-    def _sum(self, operands: ForwardOperands, seed: object) -> Array:
+    def _sum(self, operands: ForwardOperands) -> Array:
         if not self.makes_sum:
             return operands.input
         values = arrays.to_float64(operands.input).reshape(self.matrix_shape)
         if operands.functors is not None:
             values = host_functors.apply(operands.functors.load, values, self.shape)
-        values = _scaled(values, operands.row_scale, self.options.dropout_p, seed)
         values = values.reshape(self.shape)
         if operands.residual is not None:
             values = values + arrays.to_float64(operands.residual)
-        return arrays.from_float64(values, self.options.residual_dtype, operands.input)
+        return arrays.from_float64(values, self.sum_dtype, operands.input)
 
     def _norm(
         self, x: np.ndarray, weight: Array | None, bias: Array | None
@@ -103,7 +92,7 @@ class HostForward(CheckedForward):
 
 
 class HostBackward:
-    """The gradients by the reference; dx is scaled in float64 before it is rounded."""
+    """The gradients by the reference."""
 
     def __init__(self, request: BackwardRequest) -> None:
         self.options = request.options
@@ -129,10 +118,10 @@ class HostBackward:
         total, dweight, dbias = self._gradients(operands, dy64, x64, mean64)
         dx = dresidual = y = None
         if options.dx_dtype:
-            scaled = _scaled(total, operands.row_scale, options.dropout_p, operands.dropout_seed)
+            dx = total
             if load:
-                scaled, of_load = host_functors.gradients(load, raw64, scaled, self.shape)
-            dx = arrays.from_float64(scaled.reshape(self.shape), options.dx_dtype, x)
+                dx, of_load = host_functors.gradients(load, raw64, total, self.shape)
+            dx = arrays.from_float64(dx.reshape(self.shape), options.dx_dtype, x)
         if options.dresidual_dtype:
             values = total.reshape(self.shape)
             dresidual = arrays.from_float64(values, options.dresidual_dtype, x)

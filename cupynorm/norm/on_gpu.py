@@ -28,7 +28,7 @@ def rows_of(array: Array, num_dims: int) -> tuple[Rows, bool]:
 
 
 def parameter_of(array: Array) -> tuple[Rows, bool]:
-    """A weight, bias, row_scale or statistic as one row, and whether a run must copy it."""
+    """A weight, bias or statistic as one row, and whether a run must copy it."""
     view = arrays.view(array)
     copied = view.is_lazy or arrays.rows(view, len(view.shape)) is None
     num_cols = arrays.product(view.shape)
@@ -113,7 +113,7 @@ class OnGpu:
             for array, copied in zip(tensors, self.copies)
         )
 
-    def run_in_place(self, read: tuple, addresses: tuple[int, ...], seed: object) -> tuple:
+    def run_in_place(self, read: tuple, addresses: tuple[int, ...]) -> tuple:
         """Allocates and launches, where nothing that is read is copied: a run without its checks.
 
         Returns the tensors that are read, and those that are made. addresses: of the former.
@@ -122,16 +122,16 @@ class OnGpu:
         former = library.exchange_device(self.device_index)
         try:
             made = self.make()
-            self.enqueue(addresses + tuple(map(library.address, made)), seed)
+            self.enqueue(addresses + tuple(map(library.address, made)))
             return read + made
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
 
-    def enqueue(self, addresses: tuple[int, ...], seed: object) -> None:
+    def enqueue(self, addresses: tuple[int, ...]) -> None:
         """addresses: in the order that compile was given."""
         stream = self.library.stream()
-        words = self.arguments.words(addresses, seed)
+        words = self.arguments.words(addresses)
         for kernel, pick in self.steps:
             kernel.enqueue(stream, pick(words))
 
@@ -153,11 +153,11 @@ class TensorOrder:
             self.make = lambda: (only(),)
 
     def returns(self, *names: str | None) -> Callable[[tuple], tuple]:
-        """Picks tensors by name from (*tensors, given, seed, None), None where there is none.
+        """Picks tensors by name from (*tensors, given, None), None where there is none.
 
-        "given" and "seed" name what a run puts behind the tensors.
+        "given" names what a run puts behind the tensors.
         """
-        places = {name: at for at, name in enumerate([*self.names, "given", "seed"])}
+        places = {name: at for at, name in enumerate([*self.names, "given"])}
         return itemgetter(*(places.get(name, len(places)) for name in names))
 
     def place(self, name: str) -> int:
@@ -209,7 +209,7 @@ class PreparedMatrixCall(OnGpu):
             if self.zeroed:
                 fill(made, 0)
             if self.steps:
-                self.enqueue(tuple(map(library.address, tensors)), None)
+                self.enqueue(tuple(map(library.address, tensors)))
             return self.results(tensors + (None, None, None))
         finally:
             if former != self.device_index:

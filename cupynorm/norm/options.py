@@ -23,6 +23,10 @@ REMOVED_KEYWORDS = {
     "bias1": "a second call with that bias",
     "dy1": "a second call with that dy, whose dx is the dsum of the first",
     "dbias1_dtype": "a second call with that dbias_dtype",
+    "row_scale": "fuse=cupynorm.functors.row_scale(scale)",
+    "dropout_p": "fuse=cupynorm.functors.dropout(p, seed)",
+    "dropout_seed": "fuse=cupynorm.functors.dropout(p, seed)",
+    "residual_dtype": "a residual of that dtype, which is the sum's",
     "scale": "out_dtype=cupynorm.Quantize(dtype, scale)",
     "amax": "out_dtype=cupynorm.Quantize(dtype, amax=amax)",
     "power_of_two": "out_dtype=cupynorm.Quantize(dtype, scale, power_of_two=True)",
@@ -65,52 +69,12 @@ def names_what_was_removed(function: _Function) -> _Function:
     return call
 
 
-def check_dropout_p(dropout_p: object) -> float:
-    """dropout_p as a float. Raises ValueError unless it is a number from 0 to 1."""
-    is_real = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
-    if not is_real or not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
-    return float(dropout_p)
-
-
-def dropout_seed_of(seed: object, p: float) -> object:
-    """The seed, converted: None without dropout, an int as a signed one of 64 bits."""
-    if not p:
-        return None
-    if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
-        if not -(2**63) <= seed < 2**64:
-            raise ValueError(f"dropout_seed is {seed}; expected an int of 64 bits")
-        return (int(seed) + 2**63) % 2**64 - 2**63
-    if isinstance(seed, (str, numbers.Number, np.generic)):
-        raise TypeError(f"dropout_seed is {seed!r}; expected an int or one element of int64")
-    return seed
-
-
 def with_checked_options(request: ForwardRequest) -> ForwardRequest:
     """The request with its options checked as far as they need no other argument."""
     operands, options = request
-    # type(): old compilers do not know the __class__ of a float.
-    if (
-        type(options.dropout_p) is float
-        and options.dropout_p == 0.0
-        and operands.dropout_seed is None
-        and options.residual_dtype is None
-        and options.round_x_hat is False
-        and options.quantization is None
-    ):
+    if options.round_x_hat is False and options.quantization is None:
         return request
-    dropout_p = check_dropout_p(options.dropout_p)
-    residual_dtype = options.residual_dtype
-    if residual_dtype is not None:
-        residual_dtype = dtype_name(residual_dtype, "residual_dtype")
-    options = replaced(
-        options,
-        dropout_p=dropout_p,
-        residual_dtype=residual_dtype,
-        round_x_hat=bool(options.round_x_hat),
-    )
-    seed = dropout_seed_of(operands.dropout_seed, dropout_p)
-    operands = replaced(operands, dropout_seed=seed)
+    options = replaced(options, round_x_hat=bool(options.round_x_hat))
     return ForwardRequest(operands, options)
 
 

@@ -26,7 +26,7 @@ from .checks import (
     check_overlap,
     share_an_address,
 )
-from .functors import PlacedFunctors, draw_seed, key_of, summed, with_seeds
+from .functors import PlacedFunctors, key_of, summed, with_seeds
 from .launch_choice import warn_on_host
 from .on_gpu import OnGpu, TensorOrder, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
@@ -37,7 +37,6 @@ from .request import (
     BackwardRequest,
     ForwardOperands,
     ForwardRequest,
-    input_and_seed_of,
 )
 
 # What a forward is for.
@@ -47,7 +46,7 @@ FOR_GRADIENTS = "gradients"  # the same, where autograd records the call
 
 # Forward.
 
-_READ_FORWARD = ("input", "weight", "bias", "row_scale", "residual")
+_READ_FORWARD = ("input", "weight", "bias", "residual")
 
 
 def prepare_forward(
@@ -60,7 +59,7 @@ def prepare_forward(
     refused, so its class counts. Other equal values mean the same.
     """
     operands, options = request
-    input, weight, bias, residual, out, out_sum, row_scale, seed, scale, amax, functors = operands
+    input, weight, bias, residual, out, out_sum, scale, amax, functors = operands
     layout_key = arrays.library(input).layout_key
     try:
         key = (
@@ -74,10 +73,6 @@ def prepare_forward(
             options.eps.__class__,
             purpose,
         )
-        if row_scale is not None:
-            key += (layout_key(row_scale), getattr(row_scale, "requires_grad", False))
-        if seed is not None:
-            key += (seed.__class__ is int or layout_key(seed),)
         if options.quantization is not None:
             constants = (
                 (layout_key(each), getattr(each, "requires_grad", False)) for each in (scale, amax)
@@ -133,21 +128,19 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
     if options.launch is None or options.launch.strategy is None or arrays.on_host(x):
         return
     num_cols = arrays.product(options.extents)
-
-    y_dtype = options.residual_dtype if options.quantization else options.out_dtype
+    sum_dtype = dtype_or_none(operands.residual) or dtype_or_none(x)
+    y_dtype = sum_dtype if options.quantization else options.out_dtype
     problem = Problem(
         "backward",
         options.centered,
         num_cols,
-        options.residual_dtype,
+        sum_dtype,
         dy=y_dtype,
         dx=dtype_or_none(x),
         weight=dtype_or_none(operands.weight),
         dweight=dtype_or_none(operands.weight),
         dbias=dtype_or_none(operands.bias),
         layout=Layout.of_new_arrays(num_cols),
-        row_scale=dtype_or_none(operands.row_scale),
-        dropout=options.dropout_p > 0,
     )
     choose(problem, launch.device(arrays.view(x).device), options.launch.strategy)
 
@@ -155,9 +148,9 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
 class PreparedForward(CheckedForward, OnGpu):
     """A forward that is planned and compiled.
 
-    records: whether autograd records it. draws_seed: whether each run draws a dropout seed.
-    scale_inv, zeroed: places among a run's tensors, or None: of the inverse scales of an 8-bit y;
-    of amaxes, which are zeroed before the launch that raises them.
+    records: whether autograd records it. scale_inv, zeroed: places among a run's tensors, or None:
+    of the inverse scales of an 8-bit y; of amaxes, which are zeroed before the launch that raises
+    them.
     """
 
     def __init__(self, request: ForwardRequest, purpose: str) -> None:
@@ -165,11 +158,10 @@ class PreparedForward(CheckedForward, OnGpu):
         operands, options = request
         CheckedForward.__init__(self, request, purpose is FOR_STATISTICS)
         self.records = purpose is FOR_GRADIENTS
-        self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
         read, tensors, functors = self._place_inputs(operands)
         written = {
             "y": options.out_dtype,
-            "sum": options.residual_dtype if self.makes_sum else None,
+            "sum": self.sum_dtype if self.makes_sum else None,
         }
         shape, num_dims = tuple(operands.input.shape), len(options.extents)
         for name, dtype in written.items():
@@ -191,8 +183,8 @@ class PreparedForward(CheckedForward, OnGpu):
         self.copies_sum = operands.out_sum is not None and call.plan.strategy == "uncached"
         if self.copies_sum:
             read[read.index("sum")] = "out_sum"
-            written["sum"] = options.residual_dtype
-            tensors["sum"] = arrays.contiguous_rows(shape, num_dims, options.residual_dtype)
+            written["sum"] = self.sum_dtype
+            tensors["sum"] = arrays.contiguous_rows(shape, num_dims, self.sum_dtype)
             call = forward_call(device, tensors, options, kind, functors)
         self.plan = call.plan
         self.num_rows, self.num_cols = tensors["x"].num_rows, tensors["x"].num_cols
@@ -200,7 +192,7 @@ class PreparedForward(CheckedForward, OnGpu):
         order = TensorOrder(read, makers)
         self.make = order.make
         added = "sum" if self.makes_sum else "given"
-        self.results = order.returns("y", "mean", "rstd", added, "seed")
+        self.results = order.returns("y", "mean", "rstd", added)
         self.scale_inv = order.place("scale_inv") if "scale_inv" in makers else None
         self.zeroed = order.place("amaxes") if "amaxes" in makers else None
         self.compile(call, ["amax" if name == "amaxes" else name for name in order.names])
@@ -212,9 +204,7 @@ class PreparedForward(CheckedForward, OnGpu):
         num_dims = len(self.options.extents)
         names = [name for name in _READ_FORWARD if getattr(operands, name) is not None]
         layouts = layouts_of(operands, names, ("input", "residual"), num_dims)
-        drops = self.options.dropout_p > 0
-        numbers = ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
-        numbers += ["scale"] * (operands.scale is not None)
+        numbers = ["scale"] * (operands.scale is not None)
         written = [
             name for name in ("amax", "out", "out_sum") if getattr(operands, name) is not None
         ]
@@ -237,7 +227,7 @@ class PreparedForward(CheckedForward, OnGpu):
     ) -> dict[str, Callable[[], Array]]:
         """Of the tensors that a run makes. dtypes: of those of the input's shape."""
         options, library = self.options, self.library
-        compute = compute_dtype(options.residual_dtype).name
+        compute = compute_dtype(self.sum_dtype).name
         leading = shape[: len(shape) - len(options.extents)]
         makers = {name: allocator(library, shape, dtype) for name, dtype in dtypes.items() if dtype}
         if wants_statistics:
@@ -253,27 +243,23 @@ class PreparedForward(CheckedForward, OnGpu):
         return makers
 
     def run(self, operands: ForwardOperands) -> tuple:
-        """Allocates and launches: the fields of a FusedForward.
+        """Allocates and launches: the fields of a Forward.
 
         operands: like those for which it was prepared. A plain tuple is enough where a call is
         repeated (cupynorm.nn.repeated).
         """
         library = self.library
-        input, seed = input_and_seed_of(operands)
         former = library.exchange_device(self.device_index)
         try:
-            if self.draws_seed:
-                seed = draw_seed(input)
-                operands = operands._replace(dropout_seed=seed)
             inputs = self.read(operands)
             if self.copies:
                 inputs = self.contiguous(inputs)
             tensors = inputs + self.make()
             if self.zeroed is not None:
                 fill((tensors[self.zeroed],), 0.0)
-            results = self.results(tensors + (input, seed, None))
+            results = self.results(tensors + (operands[0], None))
             if self.steps:
-                self.enqueue(tuple(map(library.address, tensors)), seed)
+                self.enqueue(tuple(map(library.address, tensors)))
             else:  # no rows, or rows without columns, which have no statistics
                 fill(results[1:3], math.nan)
             if self.copies_sum:
@@ -305,12 +291,12 @@ class PreparedForward(CheckedForward, OnGpu):
 
 # Backward.
 
-_READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "row_scale", "input")
+_READ_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dsum", "bias", "input")
 
 
 def _backward_key(request: BackwardRequest) -> tuple:
     operands, options = request
-    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, input, functors = operands
+    dy, x, mean, rstd, weight, dsum, bias, input, functors = operands
     layout_key = arrays.library(x).layout_key
     key = (
         layout_key(dy),
@@ -320,11 +306,8 @@ def _backward_key(request: BackwardRequest) -> tuple:
         None if weight is None else layout_key(weight),
         None if dsum is None else layout_key(dsum),
         None if bias is None else layout_key(bias),
-        None if row_scale is None else layout_key(row_scale),
         options,
     )
-    if seed is not None:
-        key += (seed.__class__ is int or layout_key(seed),)
     if functors is not None:
         key += (None if input is None else layout_key(input), key_of(functors, layout_key))
     return key
@@ -359,8 +342,7 @@ class PreparedBackward(OnGpu):
     def __init__(self, request: BackwardRequest) -> None:
         operands, options = request
         dx_dtype, dresidual_dtype = self._choose_dtypes(request)
-        drops = self.is_scaled and options.dropout_p > 0
-        read, tensors, functors = self._place_inputs(request, adds=bool(dx_dtype), drops=drops)
+        read, tensors, functors = self._place_inputs(request, adds=bool(dx_dtype))
         shape, extents = tuple(operands.x.shape), options.extents
         outputs = {
             "dx": (shape, dx_dtype),
@@ -376,7 +358,7 @@ class PreparedBackward(OnGpu):
         call = backward_call(
             launch.device(self.device_index),
             tensors,
-            options if drops else options._replace(dropout_p=0.0),
+            options,
             arrays.dtype_name(operands.rstd),
             functors,
         )
@@ -413,41 +395,30 @@ class PreparedBackward(OnGpu):
         """The dtypes of the kernel's dx and dresidual; None for what it does not write.
 
         Both are one tensor where they would be the same. Where only dresidual is wanted, it is
-        written as dx is and not scaled.
+        written as dx is.
         """
         operands, options = request
         dx, dresidual = options.dx_dtype, options.dresidual_dtype
         has_load = operands.functors is not None and bool(operands.functors.load)
-        has_factor = operands.row_scale is not None or options.dropout_p > 0
-        self.is_scaled = dx is not None and (has_factor or has_load)
-        self.dresidual_is_dx = (
-            None not in (dx, dresidual) and not self.is_scaled and dx == dresidual
-        )
+        self.dresidual_is_dx = dx is not None and dx == dresidual and not has_load
         self.wants_only_dresidual = dx is None
         if self.wants_only_dresidual:
             return dresidual, None
         return dx, None if self.dresidual_is_dx else dresidual
 
     def _place_inputs(
-        self, request: BackwardRequest, *, adds: bool, drops: bool
+        self, request: BackwardRequest, *, adds: bool
     ) -> tuple[list[str], dict[str, Rows], PlacedFunctors]:
-        """As of PreparedForward. adds: whether dsum is added; drops: whether dropout scales dx."""
+        """As of PreparedForward. adds: whether dsum is added."""
         operands, options = request
         num_dims = len(options.extents)
-        absent = set() if self.is_scaled else {"row_scale", "dropout_seed"}
-        absent |= set() if adds else {"dsum"}
-        names = [
-            name
-            for name in _READ_BACKWARD
-            if getattr(operands, name) is not None and name not in absent
-        ]
+        names = [name for name in _READ_BACKWARD if getattr(operands, name) is not None]
+        if not adds and "dsum" in names:
+            names.remove("dsum")
         layouts = layouts_of(operands, names, ("dy", "x", "dsum", "input"), num_dims)
         statistics = "mean", "rstd"  # not what decides a plan
         tensors = {name: rows for name, (rows, _) in layouts.items() if name not in statistics}
-        numbers = ["dropout_seed"] * (drops and not isinstance(operands.dropout_seed, int))
-        names += numbers
-        read = layouts | layouts_of(operands, numbers, (), num_dims)
-        OnGpu.__init__(self, operands.x, BackwardOperands._fields, names, read)
+        OnGpu.__init__(self, operands.x, BackwardOperands._fields, names, layouts)
         wanted = options.functor_gradients
         functors = self.read_functors(operands.functors, operands.x, num_dims, wanted)
         if operands.functors is not None:
@@ -466,12 +437,12 @@ class PreparedBackward(OnGpu):
             if self.copies:
                 inputs = self.contiguous(inputs)
             tensors = inputs + self.make()
-            results = self.results(tensors + (None, None, None))
+            results = self.results(tensors + (None, None))
             if self.steps:
                 addresses = tuple(map(library.address, tensors))
                 if self.overwrites_dy:
                     addresses += addresses[:1]
-                self.enqueue(addresses, operands.dropout_seed)
+                self.enqueue(addresses)
             else:  # no rows or no columns: sums of nothing
                 fill(results[1:3], 0.0)
             if self.of_functors:

@@ -6,7 +6,6 @@ A request travels whole from the API to the launch.
 from __future__ import annotations
 
 from math import inf
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..plan.functors import Functors
@@ -40,7 +39,7 @@ class Quantization(NamedTuple):
 
 
 class ForwardOperands(NamedTuple):
-    """The arrays of a forward; None for what is absent. dropout_seed may be an int.
+    """The arrays of a forward; None for what is absent.
 
     out, out_sum: where y and the sum go. They may be the input and the residual.
     scale: the given scale or scale_inv of an 8-bit y.
@@ -52,8 +51,6 @@ class ForwardOperands(NamedTuple):
     residual: Array | None = None
     out: Array | None = None
     out_sum: Array | None = None
-    row_scale: Array | None = None
-    dropout_seed: Array | int | None = None
     scale: Array | None = None
     amax: Array | None = None
     functors: Functors | None = None
@@ -70,8 +67,6 @@ class ForwardOptions(NamedTuple):
     eps: float | None
     zero_centered_weight: bool = False
     out_dtype: Any = None
-    residual_dtype: str | None = None
-    dropout_p: float = 0.0
     round_x_hat: bool = False
     quantization: Quantization | None = None
     launch: Launch | None = None
@@ -83,10 +78,6 @@ class ForwardRequest(NamedTuple):
 
     operands: ForwardOperands
     options: ForwardOptions
-
-
-# Of operands, which in a repeated call are a plain tuple of the same order.
-input_and_seed_of = itemgetter(*map(ForwardOperands._fields.index, ("input", "dropout_seed")))
 
 
 class BackwardOperands(NamedTuple):
@@ -104,8 +95,6 @@ class BackwardOperands(NamedTuple):
     weight: Array | None = None
     dsum: Array | None = None
     bias: Array | None = None
-    row_scale: Array | None = None
-    dropout_seed: Array | int | None = None
     input: Array | None = None
     functors: Functors | None = None
 
@@ -128,7 +117,6 @@ class BackwardOptions(NamedTuple):
     dweight_dtype: Any = None
     dbias_dtype: Any = None
     dresidual_dtype: Any = None
-    dropout_p: float = 0.0
     recompute: bool = False
     overwrite_dy: bool = False
     functor_gradients: tuple[str, ...] = ()
@@ -143,25 +131,11 @@ class BackwardRequest(NamedTuple):
     options: BackwardOptions
 
 
-def makes_sum(request: ForwardRequest, dtype: str) -> bool:
-    """Whether the normalised row is not the input itself. dtype: the input's, by name."""
-    operands, options = request
-    return (
-        operands.residual is not None
-        or operands.row_scale is not None
-        or options.dropout_p > 0
-        or options.residual_dtype not in (None, dtype)
-    )
-
-
 def is_plain(request: ForwardRequest) -> bool:
     """Whether a forward uses no option beyond norm, residual and out."""
     operands, options = request
     return (
-        operands.row_scale is None
-        and options.residual_dtype is None
-        and options.dropout_p == 0
-        and not options.round_x_hat
+        not options.round_x_hat
         and not options.memory_efficient
         and options.quantization is None
         and operands.functors is None

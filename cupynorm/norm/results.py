@@ -16,38 +16,16 @@ class Forward(NamedTuple):
         >>> result.sum, result.mean
         (array([[2., 6.]]), array([4.]))
 
-    y: of the input's shape and dtype, or of out_dtype.
-    mean, rstd: of the leading shape, float32, float64 for
-        float64 input. mean is None for rms_norm.
-    sum: input + residual in the input's dtype, or the input itself where there is no residual.
+    y: of the input's shape and dtype, or of out_dtype; a QuantizedTensor for one of 8 bits.
+    mean, rstd: of the leading shape, float32, float64 for a float64 sum. mean is None for rms_norm.
+    sum: what was normalised: input + residual in the residual's dtype. Without a residual the input
+        itself; with functors on x, what they make, rounded to the input's dtype.
     """
 
     y: Array
     mean: Array | None
     rstd: Array
     sum: Array
-
-
-class FusedForward(NamedTuple):
-    """What a forward with fused options returns: the fields of Forward and what backward needs.
-
-    Examples:
-        >>> x = np.ones((1, 4))
-        >>> result = cupynorm.layer_norm_forward(x, 4, dropout_p=0.5, dropout_seed=7)
-        >>> result.sum, result.dropout_seed
-        (array([[2., 2., 0., 0.]]), 7)
-
-    y: as in Forward; a QuantizedTensor for an out_dtype of 8 bits.
-    sum: what was normalised, in residual_dtype or else the input's dtype.
-    mean, rstd: as in Forward, but float64 only if sum is float64.
-    dropout_seed: the seed as given or drawn, None without dropout.
-    """
-
-    y: Array
-    mean: Array | None
-    rstd: Array
-    sum: Array
-    dropout_seed: Array | int | None
 
 
 class Backward(NamedTuple):
@@ -71,15 +49,15 @@ class Backward(NamedTuple):
 
 
 class FusedBackward(NamedTuple):
-    """The gradients of a forward with fused options, None for those not requested.
+    """The gradients of a forward with functors or mixed dtypes, None for those not requested.
 
     Examples:
-        >>> x, twice = np.array([[3.0, 4.0]]), np.array([2.0])
-        >>> saved = cupynorm.rms_norm_forward(x, 2, row_scale=twice, eps=0.0)
+        >>> x, residual = np.array([[3.0, 4.0]], np.float32), np.array([[0.0, 0.0]])
+        >>> saved = cupynorm.rms_norm_forward(x, 2, residual=residual, eps=0.0)
         >>> dy = np.array([[1.0, 0.0]])
-        >>> result = cupynorm.rms_norm_backward(dy, saved.sum, 2, saved.rstd, row_scale=twice)
+        >>> result = cupynorm.rms_norm_backward(dy, saved.sum, 2, saved.rstd, dx_dtype="float32")
         >>> type(result).__name__, result.dx.round(3)
-        ('FusedBackward', array([[ 0.181, -0.136]]))
+        ('FusedBackward', array([[ 0.181, -0.136]], dtype=float32))
 
     dx: that of the input alone, of the shape of x, in dx_dtype or else the dtype of x.
     dweight, dbias: as in Backward.

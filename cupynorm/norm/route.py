@@ -10,7 +10,7 @@ from typing import Any
 from ..gpu import arrays
 from . import autograd_loader
 from .functors import check_differentiable, check_seeds_given
-from .options import check_dropout_p, dropout_seed_of, with_checked_options
+from .options import with_checked_options
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from .request import (
     Array,
@@ -20,7 +20,7 @@ from .request import (
     ForwardRequest,
     is_plain,
 )
-from .results import Backward, Forward, FusedBackward, FusedForward, Gradients
+from .results import Backward, Forward, FusedBackward, Gradients
 
 _PLAIN_GRADIENTS = frozenset(Backward._fields)
 _autograd: Any = None  # set at the first tensor: an import statement takes a microsecond each time
@@ -68,11 +68,11 @@ def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[A
         y, added = torch_part().normalize(request)
     else:
         prepared, operands = prepare_forward(request, FOR_Y)
-        y, _, _, added, _ = prepared.run(operands)
+        y, _, _, added = prepared.run(operands)
     return (y, added) if return_residual else y
 
 
-def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
+def explicit_forward(request: ForwardRequest) -> Forward:
     """What layer_norm_forward and rms_norm_forward return."""
     input = request.operands.input
     if is_tensor(input) and input.is_meta and is_plain(request):
@@ -81,8 +81,7 @@ def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
     if request.operands.functors is not None:
         check_seeds_given(request.operands.functors)
     prepared, operands = prepare_forward(request, FOR_STATISTICS)
-    results = prepared.run(operands)
-    return Forward(*results[:4]) if is_plain(request) else FusedForward(*results)
+    return Forward(*prepared.run(operands))
 
 
 def _refuse_jit_trace(array: object) -> None:
@@ -100,22 +99,10 @@ def explicit_backward(request: BackwardRequest) -> Backward | FusedBackward:
     """What layer_norm_backward and rms_norm_backward return."""
     _refuse_jit_trace(request.operands.x)
     operands, options = request
-    if (
-        type(options.dropout_p) is not float
-        or options.dropout_p
-        or operands.dropout_seed is not None
-    ):
-        dropout_p = check_dropout_p(options.dropout_p)
-        seed = dropout_seed_of(operands.dropout_seed, dropout_p)
-        operands = operands._replace(dropout_seed=seed)
-        options = options._replace(dropout_p=dropout_p)
-        request = BackwardRequest(operands, options)
     if operands.functors is not None:
         return _backward_with_functors(request)
     is_fused = (
-        operands.row_scale is not None
-        or options.dropout_p > 0
-        or options.dx_dtype is not None
+        options.dx_dtype is not None
         or options.dresidual_dtype is not None
         or not (
             options.gradients == Backward._fields or _PLAIN_GRADIENTS.issuperset(options.gradients)
@@ -142,11 +129,11 @@ def _backward_with_functors(request: BackwardRequest) -> FusedBackward:
     return FusedBackward(dx, *made[1:4], made.functors)
 
 
-def forward(request: ForwardRequest, purpose: str = FOR_STATISTICS) -> FusedForward:
-    """y, statistics, sum and seed, outside any autograd."""
+def forward(request: ForwardRequest, purpose: str = FOR_STATISTICS) -> Forward:
+    """y, statistics and sum, outside any autograd."""
     _refuse_jit_trace(request.operands.input)
     prepared, operands = prepare_forward(request, purpose)
-    return FusedForward(*prepared.run(operands))
+    return Forward(*prepared.run(operands))
 
 
 def backward(request: BackwardRequest) -> Gradients:

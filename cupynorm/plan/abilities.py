@@ -22,7 +22,7 @@ def streamed(problem: Problem) -> list[int]:
 
 def can_ring(problem: Problem, device: Device) -> bool:
     """Whether a ring can take the rows: it needs the copy engine, float32 sums and registers."""
-    alone = {"input", "dropout", "row_scale", "load"}
+    alone = {"input", "load"}
     fused = problem.extras & (alone if problem.forward else alone | {"store"})
     return not fused and problem.compute == "float32" and device.compute_capability >= 90
 

@@ -181,7 +181,7 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
 # Fields of a Problem that a plan prints in the line "tensors".
 _TENSORS = {
     *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum", "input", "scaling"),
-    *("residual_dtype", "row_scale", "dresidual", "recomputed"),
+    *("residual_dtype", "dresidual", "recomputed"),
 }
 
 

@@ -269,7 +269,7 @@ def functor(
         own column alone. The gradient of a broadcast array is the sum over its repeats: the kernel
         writes every term in the compute dtype, and the array's library adds them.
     reference: a Python function of float64 NumPy arrays that computes the same, for tests:
-        reference(y, **arrays and numbers), with y of shape [num_rows, num_cols].
+        reference(y, **arrays, numbers and seeds), with y of shape [num_rows, num_cols].
     torch: the same of torch tensors, with y of shape [..., num_cols]. torch.compile, torch.export,
         transforms and second derivatives use it.
 
@@ -426,7 +426,7 @@ def struct_text(functor: Functor, backward: bool = False, position: int = 0) -> 
         takes.append(f"const C {name}")
         gives.append(f"static_cast<C>(number{at})")
     takes += ["const long long row", "const long long col", "const long long num_cols"]
-    gives += ["row", "col + at", "all_cols"]
+    gives += ["row", "(col & -pack_size) | at", "all_cols"]
     takes.append(f"const At& {value}_at")
     gives.append("other")
     arguments = ["long long row", "long long col", "C (&values)[pack_size]"]

@@ -134,17 +134,15 @@ def row_instance(
 ) -> Kernel:
     """The instance of the strategy's kernel for a problem."""
     zero_centered = cpp_bool(problem.zero_centered)
-    factor = f"{cpp_name(problem.row_scale)}, {cpp_bool(problem.dropout)}"
     load_x = load_x_name(problem)
     if problem.forward:
         if problem.residual:
             load_x = f"ResidualLoad<{cpp_name(problem.x)}>"
         if problem.input:
-            types = cpp_names(problem.input, problem.residual_dtype)
-            others = factor
+            types = cpp_names(problem.input, problem.residual_dtype, problem.x)
             if problem.load:
-                others += f", {problem.load.struct(compute_of_load(problem))}"
-            load_x = f"SumLoad<{types}, {cpp_name(problem.x)}, {others}>"
+                types += f", {problem.load.struct(compute_of_load(problem))}"
+            load_x = f"SumLoad<{types}>"
         rounded = f", {cpp_name(problem.round_x_hat)}" if problem.round_x_hat else ""
         outputs = cpp_names(problem.y, problem.weight, problem.bias)
         store = f"Store<{outputs}, {zero_centered}{rounded}>"
@@ -171,8 +169,7 @@ def row_instance(
 def row_arguments(problem: Problem) -> str:
     """Backward: the loads, the scale and the store."""
     store = f"DxStore<{cpp_names(problem.dx or problem.x, problem.dsum)}>"
-    if problem.dresidual or problem.row_scale or problem.dropout or problem.load:
-        factor = f"{cpp_name(problem.row_scale)}, {cpp_bool(problem.dropout)}"
+    if problem.dresidual or problem.load:
         types = cpp_names(problem.dx, problem.dresidual, problem.dsum)
         through = ""
         if problem.load:
@@ -180,7 +177,7 @@ def row_arguments(problem: Problem) -> str:
             source = problem.input or problem.load.source
             source = cpp_name(source if problem.load.reads_argument else None)
             through = f", DxThroughLoad<{source}, {struct}>"
-        store = f"SplitStore<{types}, {factor}{through}>"
+        store = f"SplitStore<{types}{through}>"
     if problem.recomputed:
         types = ", ".join(
             cpp_name(name) for name in (problem.recomputed, problem.weight, problem.bias)

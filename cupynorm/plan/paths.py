@@ -141,8 +141,8 @@ def cluster_tile(problem: Problem, device: Device) -> Tile | None:
 
 def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
     """The tile of path "smem", or None if no cluster of these sizes holds the row."""
-    # Random words of dropout need more than the 128 registers of each of 512 threads.
-    threads = 256 if problem.dropout else 512
+    # Random words of a functor need more than the 128 registers of each of 512 threads.
+    threads = 256 if problem.load else 512
     for size in cluster_sizes:
         tile = Tile(problem.widest_pack, threads, cluster_size=size, path="smem")
         if smem_bytes_of(problem, tile, "cluster") <= device.smem_per_block:

@@ -134,7 +134,7 @@ class Tile:
 
 
 # Fields of a Problem that fuse more with the norm than its own arithmetic.
-_FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "round_x_hat")
+_FUSED = ("residual", "dsum", "input", "dresidual", "round_x_hat")
 _FUSED += ("recomputed", "amax", "load", "store")
 
 Direction = Literal["forward", "backward"]
@@ -210,7 +210,6 @@ class Problem:
     dsum: backward, the gradient that is added to dx.
     input: the dtype that is read where x is a sum.
     residual_dtype: what is added to the input.
-    row_scale, dropout: factors of the input; backward, of dx.
     dresidual: the gradient of the sum itself; None if it is not wanted or is the same tensor as dx.
     round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
     scaling: where the scales of an 8-bit y come from, one of SCALINGS.
@@ -238,8 +237,6 @@ class Problem:
     dsum: str | None = None
     input: str | None = None
     residual_dtype: str | None = None
-    row_scale: str | None = None
-    dropout: bool = False
     dresidual: str | None = None
     round_x_hat: str | None = None
     scaling: str | None = None

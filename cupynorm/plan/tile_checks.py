@@ -143,8 +143,8 @@ def _check_stages(problem: Problem, strategy: str, tile: Tile, device: Device) -
     if tile.path == "ring" and not can_ring(problem, device):
         raise ValueError(
             f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for "
-            "the copy engine, and neither residual_dtype nor dropout nor row_scale nor "
-            "load nor, backward, store"
+            "the copy engine, no residual of another dtype, and no functor that acts on x, nor "
+            "backward on y"
         )
 
 

@@ -126,7 +126,7 @@ def test_errors_of_equal_squares_add_up():
 
 
 def test_welford_means_are_off_by_more_where_the_first_value_is_far_from_them():
-    options = {"residual": True, "residual_dtype": "float32", "statistics": "welford"}
+    options = {"residual": "float32", "statistics": "welford"}
     problem = random_problem(Case("layer_norm", 20000, 8, "float16", **options))
     problem.x[:] = 0.0
     problem.residual[:, 0] = np.linspace(-3, -6, len(problem.x))

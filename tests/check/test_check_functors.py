@@ -28,17 +28,18 @@ SHIPPED = {
     "rotary_interleaved": {"cos": in_pairs, "sin": in_pairs},
     "layer_scale": {"scale": "cols"},
     "clamp": {"low": -0.5, "high": 0.75},
+    "row_scale": {},
+    "dropout": {"p": 0.3},
 }
 
 
 def test_every_shipped_functor_is_checked():
     found = {
         name
-        for name in vars(functors)
-        if isinstance(getattr(functors, name), type(functors.ada_ln))
+        for name, each in vars(functors).items()
+        if isinstance(each, cupynorm.Functor) or name == "dropout"
     }
-    assert found == set(SHIPPED)
-    assert all(getattr(functors, name).reference for name in found)
+    assert found - {"_drop"} == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -51,7 +52,34 @@ def test_shipped_functors(name, on):
     result = cupynorm.check(fuse=given, norm=norm, shapes=[(3, 40)], on=on)
     assert result.ok, f"\n{result}"
     tensors = {found.tensor for found in result.findings}
-    assert {"y", "dx", *(f"d{array}" for array in functor.arrays)} <= tensors
+    names = functor.arrays if isinstance(functor, cupynorm.Functor) else ()
+    assert {"y", "dx", *(f"d{array}" for array in names)} <= tensors
+
+
+def shifted(x, s, seed):
+    return x * s + seed % 7
+
+
+def test_seeds_and_arrays_per_row():
+    """In kernels that have the seed, and in a reference that is given it too."""
+    own = cupynorm.functor(
+        "shifted",
+        "x = x * s + C(seed % 7);",
+        arrays=("s",),
+        per_row=("s",),
+        seeds=("seed",),
+        backward="ds = dx * x; dx = dx * s;",
+        reference=shifted,
+    )
+    for given in (own, own("rows", 2**40 + 3)):
+        result = cupynorm.check(fuse=given, shapes=[(3, 16)], on="cpu")
+        assert result.ok, f"\n{result}"
+    wrong = replace(own, reference=lambda x, s, seed: shifted(x, s, seed + 1))
+    assert "mean" in off(wrong)
+    with pytest.raises(
+        ValueError, match="shifted.s is 'cols'; expected one of rows, or a function"
+    ):
+        cupynorm.check(fuse=own("cols", 3), on="cpu")
 
 
 def test_a_result_that_overflows_its_dtype_is_right():

@@ -20,7 +20,7 @@ from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import launch
 from cupynorm.plan.devices import DEVICES
 
-PLAIN = Draw(Case("layer_norm", 5, 96, "float32", dropout_p=0.1), seed=7)
+PLAIN = Draw(Case("layer_norm", 1, 96, "float32"), seed=7)
 
 
 def aligned(num_bytes: int) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_kernels_run_in_one_memory(make, num_bytes):
 
 
 def test_several_calls_are_started_before_the_first_is_judged(make):
-    draws = [replace(PLAIN, seed=seed, case=replace(PLAIN.case, dropout_p=0.0)) for seed in (1, 2)]
+    draws = [replace(PLAIN, seed=seed, case=replace(PLAIN.case, num_rows=5)) for seed in (1, 2)]
     started = [judge.Started(each, make()) for each in draws]
     assert [call.complaints() for call in started] == [[], []]
 
@@ -144,7 +144,7 @@ def test_launches_that_do_not_repeat_are_found(make, monkeypatch, num_bytes):
 
     def put_and_remember(array):
         there, pointer = put(array)
-        if array.size == GUARD_BYTES // 4 + 1 + 5 + 16 + GUARD_BYTES // 4:  # mean and rstd, placed
+        if array.size == GUARD_BYTES // 4 + 1 + 1 + 16 + GUARD_BYTES // 4:  # mean and rstd, placed
             of_rows.append(there)
         return there, pointer
 

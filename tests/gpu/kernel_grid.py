@@ -11,11 +11,13 @@ import os
 import re
 from functools import cache
 
+from cupynorm import functors
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.few_products import MOST_ROWS, few_launch
+from cupynorm.plan.functors import Fused, FusedPart
 from cupynorm.plan.instances import Kernel, Launch
 from cupynorm.plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
@@ -109,8 +111,12 @@ BUNDLE_PROBLEMS = [
     )
     for direction in ("forward", "backward")
 ]
-# Fused options: a float32 sum of 16-bit inputs, and dropout, which needs the most registers.
-DROPS = {"row_scale": "float32", "dropout": True}
+# Fused options: a float32 sum of 16-bit inputs, and functors. dropout needs the most registers.
+_DROPS = (
+    FusedPart(functors.row_scale, ("float32",), ("row",), (None,)),
+    FusedPart(functors.dropout(0.5).functor),
+)
+DROPS = {"load": Fused(_DROPS)}
 BACKWARD = ("dy", "dx", "weight", "dweight", "dbias")
 
 
@@ -130,9 +136,9 @@ FUSED_PROBLEMS = [
     _forward_of_sum("float16", "float16", **DROPS),
     _forward_of_sum("float64", "float64", **DROPS),
     _backward_of_sum("bfloat16", "float32"),
-    _backward_of_sum("float16", "float32", **DROPS),
-    _backward_of_sum("bfloat16", "bfloat16", **DROPS),
-    _backward_of_sum("float64", "float64", **DROPS),
+    _backward_of_sum("float16", "float32", input="float16", **DROPS),
+    _backward_of_sum("bfloat16", "bfloat16", load=Fused(_DROPS[1:])),
+    _backward_of_sum("float64", "float64", input="float64", **DROPS),
     {"direction": "forward"} | dict.fromkeys(("x", "y", "round_x_hat", "weight"), "float16"),
 ]
 FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)

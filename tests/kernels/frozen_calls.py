@@ -20,11 +20,14 @@ from zlib import crc32
 
 import numpy as np
 
+from cupynorm import functors
 from cupynorm.check.cases import Case, Problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.quantized import How, run_8_bits
-from cupynorm.check.run import launch_kernels
+from cupynorm.check.run import launch_kernels, run_backward, run_forward, tensors_of
 from cupynorm.dtypes import DTYPES, decode, encode
+from cupynorm.norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors
+from cupynorm.norm.launch_choice import Launch, of_backward
 from cupynorm.plan.devices import DEVICES
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_bits.csv"
@@ -132,10 +135,7 @@ def results_of(call: dict[str, Any]) -> dict[str, np.ndarray]:
         statistics=call.get("statistics"),
         zero_centered_weight=call.get("zero_centered_weight", False),
         residual=call.get("residual", False),
-        residual_dtype=call.get("residual"),
         sm_margin=call.get("sm_margin", 0),
-        row_scale=call.get("row_scale"),
-        dropout_p=call.get("dropout_p", 0.0),
         dsum=call.get("dsum", False),
         round_x_hat=call.get("round_x_hat", False),
     )
@@ -146,15 +146,32 @@ def results_of(call: dict[str, Any]) -> dict[str, np.ndarray]:
         given.get("weight"),
         given.get("bias"),
         given.get("residual"),
-        given.get("row_scale"),
         given.get("dsum"),
-        dropout_seed=call["seed"],
     )
     where = CpuMachine(DEVICES[call["device"]])
     if is_8_bit:
         how = How(call["y"], call["scaling"], call.get("amax", False), "power_of_two" in call)
         return run_8_bits(problem, how, where)[0]
+    if "dropout_p" in call:
+        return scaled_results(problem, call, given.get("row_scale"), where)
     return launch_kernels(problem, where).raw()
+
+
+def scaled_results(problem: Problem, call: dict, scale: np.ndarray | None, where: CpuMachine):
+    """What the kernels write of a call with the functors row_scale and dropout."""
+    case, tensors, placed = problem.case, tensors_of(where), []
+    if scale is not None:
+        tensors.put("row_scale.scale", scale[:, None], call["row_scale"])
+        rows = tensors.rows["row_scale.scale"]._replace(num_cols=case.num_cols, row_stride=1)
+        array = PlacedArray(rows, 1, 2**62, per_row=True)
+        placed.append(PlacedFunctor(functors.row_scale, (), (array,), "row_scale"))
+    drop = functors.dropout(call["dropout_p"], call["seed"])
+    tensors.put_seed("dropout.seed", *drop.seeds)
+    placed.append(PlacedFunctor(drop.functor, drop.numbers, (), "dropout"))
+    launch = Launch(case.strategy, None, case.statistics, case.sm_margin)
+    run_forward(problem, tensors, launch, functors=PlacedFunctors(tuple(placed)))
+    run_backward(problem, tensors, of_backward(launch), PlacedFunctors(tuple(placed)))
+    return tensors.raw()
 
 
 def digest(results: dict[str, np.ndarray]) -> str:

@@ -15,7 +15,8 @@ from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.arguments import backward_call
-from cupynorm.norm.request import BackwardOptions, Options
+from cupynorm.norm.launch_choice import Launch
+from cupynorm.norm.request import BackwardOptions
 from cupynorm.plan import dispatch
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.problem import Layout, Tile
@@ -164,7 +165,7 @@ def gradients_of(
     }
     for name in {"weight", "dweight", "dbias"} & set(rows):
         rows[name] = rows[name]._replace(num_rows=1)
-    options = BackwardOptions(centered, shape[1:], launch=Options(case.strategy, tile))
+    options = BackwardOptions(centered, shape[1:], launch=Launch(case.strategy, tile))
     call = backward_call(where.device, rows, options, compute)
     assert call.plan.tile == tile
     addresses = {name: each.pointer for name, each in rows.items()} | {"mean": mean, "rstd": rstd}

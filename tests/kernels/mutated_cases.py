@@ -47,10 +47,7 @@ SUM = layer_norm(
     37,
     "bfloat16",
     strategy="warp",
-    residual=True,
-    residual_dtype="float32",
-    row_scale="float32",
-    dropout_p=0.3,
+    residual="float32",
     dsum=True,
 )
 AGAIN = layer_norm(5, 37, "float32", strategy="warp", recompute=True)

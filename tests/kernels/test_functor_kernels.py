@@ -22,7 +22,7 @@ from cupynorm.check.results import CheckResult
 from cupynorm.dtypes import decode, encode
 from cupynorm.gpu import on_cpu
 from cupynorm.norm import route
-from cupynorm.norm.functors import bind_functors
+from cupynorm.norm.functors import bind_functors, with_seeds
 from cupynorm.norm.options import with_checked_options
 from cupynorm.norm.request import (
     BackwardOperands,
@@ -133,7 +133,7 @@ def test_every_path(role, name, norm, shape):
 
 
 def test_a_load_refuses_the_paths_of_the_copy_engine():
-    with pytest.raises(ValueError, match="nor load"):
+    with pytest.raises(ValueError, match="no functor that acts on x"):
         run_with_functor(given_of("load", PATHS["ring"], "layer_norm", "cols"), CpuMachine(SMALL))
 
 
@@ -253,24 +253,20 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
     launch, results = ONE_TILE[num_cols], []
     for is_loaded in (True, False):
         load = (functors.layer_scale(scale),) if is_loaded else ()
-        own = bind_functors((*load, MIXED(gate=gate, alpha=0.5)))
-        options = ForwardOptions(True, (num_cols,), 1e-5, dropout_p=0.25, launch=launch)
+        after = functors.row_scale(row_scale), functors.dropout(0.25, 7)
+        own = with_seeds(bind_functors((*load, *after, MIXED(gate=gate, alpha=0.5))), x)
+        options = ForwardOptions(True, (num_cols,), 1e-5, launch=launch)
         row = x if is_loaded else x * scale
-        operands = ForwardOperands(
-            row, weight, None, residual, row_scale=row_scale, dropout_seed=7, functors=own
-        )
+        operands = ForwardOperands(row, weight, None, residual, functors=own)
         made = route.forward(with_checked_options(ForwardRequest(operands, options)))
         operands = BackwardOperands(
-            *(dy, made.sum, made.mean, made.rstd, weight, None, None, row_scale, 7),
-            input=row if is_loaded else None,
-            functors=own,
+            *(dy, made.sum, made.mean, made.rstd, weight, None, None, row, own)
         )
         gradients = ("dx", "dweight", "dresidual")
         options = BackwardOptions(
             True,
             (num_cols,),
             gradients=gradients,
-            dropout_p=0.25,
             functor_gradients=own.names(),
             launch=launch,
         )
@@ -288,7 +284,7 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
         else:  # a GPU's compiler may fuse other operations
             np.testing.assert_allclose(as_numpy(got), as_numpy(right), rtol=1e-5, atol=1e-5)
     # A call on what is stored gives the same y.
-    operands = ForwardOperands(made.sum, weight, functors=own)
+    operands = ForwardOperands(made.sum, weight, functors=own._replace(load=()))
     alone = route.forward(ForwardRequest(operands, ForwardOptions(True, (num_cols,), 1e-5)))
     np.testing.assert_allclose(as_numpy(alone.y), as_numpy(made.y), rtol=1e-5, atol=1e-5)
 

@@ -219,12 +219,12 @@ def test_x_of_an_8_bit_output_in_another_layout(layout, scale, library):
 
 
 @pytest.mark.parametrize("x,residual", [("gap", "broadcast"), ("misaligned", "reversed")])
-def test_a_sum_with_row_scale_and_a_wider_residual_in_other_layouts(x, residual, library):
+def test_a_scaled_input_and_a_wider_residual_in_other_layouts(x, residual, library):
     """SumLoad, which reads one tensor for each operand of the sum."""
-    row_scale = library.linspace(0.5, 2, NUM_ROWS, dtype="float32")
+    own = cupynorm.functors.row_scale(library.linspace(0.5, 2, NUM_ROWS, dtype="float32"))
 
     def call(x, residual):
-        options = {"residual_dtype": "float32", "return_residual": True, "row_scale": row_scale}
+        options = {"return_residual": True, "fuse": own}
         return cupynorm.layer_norm(x, 640, residual=residual, **options)
 
     tensors = drawn(640, library, {"x": x, "residual": residual}, residual="float32")

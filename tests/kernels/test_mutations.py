@@ -221,19 +221,8 @@ MUTATIONS = {
         "0",
         BUNDLE_FEW,
     ),
-    "a mask of 9 rounds": Mutation("dropout.cuh", "round < 10", "round < 9", SUM),
-    "a mask that is the same in every row": Mutation("dropout.cuh", "/ 4, row)", "/ 4, 0)", SUM),
-    "a mask whose words change places": Mutation(
-        "dropout.cuh", "at & 1 ? odd : even", "at & 1 ? even : odd", SUM
-    ),
-    "a residual that is scaled": Mutation(
-        "sum_load.cuh",
-        "    factor.multiply(row, col, values, present);\n",
-        "",
-        replace(SUM, dropout_p=0.0),
-    ),
-    "a gradient that is not scaled": Mutation(
-        "backward_stores.cuh", "    factor.multiply(row, col, split, present);\n", "", SUM
+    "a residual that is not added": Mutation(
+        "sum_load.cuh", "values[at] += added[at];", "values[at] += 0;", SUM
     ),
     "y again of the first columns' biases": Mutation(
         "register_gradient.cuh",

@@ -38,15 +38,11 @@ def draw(generator: random.Random, max_elements: int, max_cols: int) -> Case:
 
 
 def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Case:
-    """Adds a sum of another dtype, dropout, and a scale of each row."""
+    """Adds a residual of another dtype, and what goes with it."""
     case = draw(generator, max_elements, max_cols)
-    residual_dtype = generator.choice([None, "float32", *DTYPES])
     return replace(
         case,
-        residual=generator.choice([False, True, case.x]),
-        residual_dtype=residual_dtype,
-        row_scale=generator.choice([None, *DTYPES]),
-        dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
+        residual=generator.choice([False, True, "float32", *DTYPES]),
         dsum=generator.random() < 0.5,
         round_x_hat=generator.random() < 0.3,
         # With eps 0 a rounding would decide the variance of a row that is mostly dropped.

@@ -101,11 +101,8 @@ SUM_OPTIONS = {
 
 SUM_OPTIONS |= {
     "residual": {"residual": True},
-    "residual float32, dropout": {
-        "residual": True,
-        "residual_dtype": "float32",
-        "dropout_p": 0.25,
-        "row_scale": "float32",
+    "residual float32": {
+        "residual": "float32",
     },
     "rounded": {"round_x_hat": True},
 }

@@ -1,4 +1,4 @@
-"""Kernels that normalize a sum: residuals, dropout, scales of rows."""
+"""Kernels that normalize a sum with a residual."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from kernel_checks import check, forward_problem, norm_and_cols
 from kernel_rings import rows_of_turns
 
-from cupynorm import reference
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
@@ -36,31 +35,16 @@ def test_residual(strategy, dtype, where):
     assert run_kernels(alone, where)["y"].tobytes() == fused["y"].tobytes()
 
 
-# The sum has its own dtype, or the input is scaled first.
+# The sum has its own dtype.
 SUMS = {
-    "float32 stream": ("bfloat16", {"residual": True, "residual_dtype": "float32", "dsum": True}),
-    "float32 stream begins": ("float16", {"residual_dtype": "float32"}),
-    "float32 stream, residual of the input's dtype": (
-        "bfloat16",
-        {"residual": "bfloat16", "residual_dtype": "float32", "dsum": True},
-    ),
-    "narrower stream": ("float32", {"residual": True, "residual_dtype": "bfloat16", "dsum": True}),
-    "float64 stream": (
-        "float32",
-        {"residual": True, "residual_dtype": "float64", "weight": "float32"},
-    ),
-    "input of float64": ("float64", {"residual": True, "residual_dtype": "float32"}),
-    "row_scale": ("bfloat16", {"residual": True, "row_scale": "float32"}),
-    "row_scale of float64": ("float64", {"row_scale": "float64", "dsum": True}),
-    "dropout": ("float32", {"dropout_p": 0.3}),
-    "dropout and residual": ("float16", {"residual": True, "dropout_p": 0.5, "dsum": True}),
+    "float32 stream": ("bfloat16", {"residual": "float32", "dsum": True}),
+    "narrower stream": ("float32", {"residual": "bfloat16", "dsum": True}),
+    "float64 stream": ("float32", {"residual": "float64", "weight": "float32"}),
+    "input of float64": ("float64", {"residual": "float32"}),
     "everything": (
         "bfloat16",
         {
-            "residual": True,
-            "residual_dtype": "float32",
-            "row_scale": "bfloat16",
-            "dropout_p": 0.1,
+            "residual": "float32",
             "dsum": True,
             "weight": "float32",
         },
@@ -112,7 +96,7 @@ def test_sum_of_another_dtype_in_the_shared_memory_of_a_block(where):
     [(1000, Tile(4, 64, 4, stages=2)), (1000, Tile(4, 32, 4, cluster_size=2, stages=3))],
 )
 def test_ring_splits_the_gradient_of_a_sum(num_cols, tile, small, tile_of_backward):
-    """A ring fetches x and dsum as float32 beside dy. It refuses dropout and row_scale."""
+    """A ring fetches x and dsum as float32 beside dy. It refuses an input of another dtype."""
     plans = tile_of_backward(tile)
     dtype, options = SUMS["float32 stream"]
     strategy = "cluster" if tile.cluster_size > 1 else "block"
@@ -128,35 +112,9 @@ def test_ring_splits_the_gradient_of_a_sum(num_cols, tile, small, tile_of_backwa
         small,
     )
     assert plans[-1].tile == tile and "SplitStore" in plans[-1].launches[0].kernel.name_expression
-    for problem in (
-        replace(plans[-1].problem, dropout=True),
-        replace(plans[-1].problem, row_scale="float32"),
-        replace(plans[0].problem, layout=Layout(4, contiguous=True)),
-    ):
+    for problem in (replace(plans[0].problem, layout=Layout(4, contiguous=True)),):
         with pytest.raises(
-            ValueError, match="a ring needs .* neither residual_dtype nor dropout nor row_scale"
+            ValueError,
+            match="a ring needs .* no residual of another dtype, and no functor that acts on x",
         ):
             dispatch.choose(problem, small.device, strategy, tile)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_cols", [198, 199, 200])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_dropout_mask_depends_only_on_seed_row_and_column(strategy, num_cols, where):
-    """Forward, backward and reference drop the same elements, for any strategy and pack size."""
-    case = Case("rms_norm", 5, num_cols, "float32", strategy=strategy, dropout_p=0.4)
-    problem = random_problem(case)
-    for seed in (0, 1, -1, 2**62 + 12345):
-        problem.dropout_seed = seed
-        results = run_kernels(problem, where)
-        kept = reference.dropout_mask(5, num_cols, 0.4, seed)
-        assert ((results["sum"] != 0) == kept).all() and ((results["dx"] != 0) == kept).all()
-
-
-@pytest.mark.parametrize("p, kept", [(1.0, 0), (1e-12, 400), (1 - 2.0**-33, 0), (2.0**-30, 400)])
-def test_dropout_of_all_or_nearly_none(p, kept, where):
-    """All dropped: zeros, as in torch. Almost none: the input, scaled."""
-    problem = random_problem(Case("layer_norm", 4, 100, "float32", dropout_p=p))
-    results = run_kernels(problem, where)
-    assert (results["sum"] != 0).sum() == (results["dx"] != 0).sum() == kept
-    assert np.isfinite(results["y"]).all()

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import torch
-from rank_checks import NORMS, assert_close, check, full, ours
+from rank_checks import NORMS, check, full, ours
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 SHAPE = (5, 4, 8)  # ranks have 3 and 2 of 5 rows
 
 
 def options_of(ranks, dtype):
-    """Keywords by name. Tensors of the input's leading shape lie as the input does."""
+    """Keywords by name."""
     residual = ranks.random(*SHAPE, seed=6, dtype=dtype)
-    row_scale = ranks.random(*SHAPE[:-1], seed=7)
+    wider = ranks.random(*SHAPE, seed=6, dtype=torch.float64)
     return {
-        "residual_dtype": {"residual": residual, "residual_dtype": "float64"},
-        "row_scale": {"row_scale": row_scale, "residual": residual},
+        "residual": {"residual": residual},
+        "a wider residual": {"residual": wider},
         "round_x_hat": {"round_x_hat": True},
     }
 
 
 def on_ranks(ranks, given, placement):
-    is_split = placement == Shard(2)
-    places = {"residual": placement, "row_scale": Replicate() if is_split else placement}
     return {
-        name: ranks.lay(each, places[name]) if name in places else each
+        name: ranks.lay(each, placement) if isinstance(each, torch.Tensor) else each
         for name, each in given.items()
     }
 
@@ -39,9 +37,8 @@ def results(norm, x, weight, bias, dy, given):
     """Outputs, and the gradients of all tensors that have one."""
     leaves = {"x": x, "weight": weight, "bias": bias}
     leaves |= {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
-    constants = {name: leaves.pop(name) for name in ("row_scale",) if name in leaves}
     leaves = {name: each.detach().clone().requires_grad_() for name, each in leaves.items()}
-    options = {name: each for name, each in given.items() if name not in leaves} | constants
+    options = {name: each for name, each in given.items() if name not in leaves}
     tensors = {name: each for name, each in leaves.items() if name not in ("x", "weight", "bias")}
     made = ours(
         norm,
@@ -95,22 +92,3 @@ def fused_options(ranks):
                 for leaf, gradient in gradients.items():
                     assert_same(leaf, found[leaf], gradient, dtype)
                 assert type(found["bias"]) is torch.Tensor
-
-
-@check
-def compiled_fused_options(ranks):
-    x, dy, weight = ranks.random(*SHAPE), ranks.random(*SHAPE, seed=3), ranks.random(8, seed=1)
-    row_scale = ranks.random(*SHAPE[:-1], seed=7)
-
-    def call(x, row_scale):
-        return ours("rms_norm", x, weight, None, row_scale=row_scale)
-
-    made = []
-    for each in (torch.compile(call, backend="aot_eager"), call):
-        rows = ranks.lay(x, Shard(1)).detach().requires_grad_()
-        y = each(rows, ranks.lay(row_scale, Shard(1)))
-        y.backward(ranks.lay(dy, Shard(1)))
-        made.append((y, rows.grad))
-    for got, right in zip(*made):
-        assert got.placements == (Shard(1),)
-        assert_close("compiled", got, full(right))

@@ -225,17 +225,15 @@ def what_is_refused(ranks):
     of_row, given = ranks.random(4), "was given and an argument is a DTensor; expected to_local()"
     norm, rms, forward = cupynorm.layer_norm, cupynorm.rms_norm, cupynorm.layer_norm_forward
     backward = cupynorm.layer_norm_backward
-    silu, too_few = cupynorm.functors.silu_gate(gate=x), ranks.lay(ranks.random(3), Shard(0))
-    plain, seed = "and another argument is a DTensor; expected a DTensor too", {"dropout_seed": 1}
+    silu, too_few = cupynorm.functors.silu_gate(gate=x), ranks.lay(ranks.random(3, 8), Shard(0))
+    plain = "and another argument is a DTensor; expected a DTensor too"
     for call, sentence in (
         (partial(norm, x, 8, there), f"input is a Tensor {plain}"),
         (partial(rms, x, 8, weight, residual=rows), f"input is a Tensor {plain}"),
-        (partial(norm, rows, 8, weight, row_scale=of_row), f"row_scale is a Tensor {plain}"),
         (partial(norm, rows, 8, residual=x), f"residual is a Tensor {plain}"),
-        (partial(norm, rows, 8, row_scale=too_few), "row_scale has shape (3,)"),
+        (partial(norm, rows, 8, residual=too_few), "residual has shape (3, 8)"),
         (partial(norm, rows, 8, fuse=silu), f"fuse {given}"),
         (partial(norm, rows, 8, out=x), f"out {given}"),
-        (partial(norm, rows, 8, dropout_p=0.5, **seed), f"dropout_p {given}"),
         (partial(rms, rows, 8, out_dtype="float8_e5m2"), f"an 8-bit out_dtype {given}"),
         (partial(norm, rows, 7), "normalized_shape is (7,), input has shape (2, 8)"),
         (partial(forward, rows, 8, weight), "input is a DTensor, which has no address"),

@@ -64,7 +64,7 @@ def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
 
     def forward(sm_margin, wants_statistics):
         launch = Launch(sm_margin=sm_margin)
-        asked = ForwardOptions(False, (1024,), 1e-5, False, "float32", "float32", launch=launch)
+        asked = ForwardOptions(False, (1024,), 1e-5, False, "float32", launch=launch)
         purpose = FOR_STATISTICS if wants_statistics else FOR_Y
         prepared = PreparedForward(ForwardRequest(ForwardOperands(x), asked), purpose)
         return prepared, prepared.steps[0][0].grid_size

@@ -180,7 +180,7 @@ def test_nested_regions_and_their_calls_are_one_step():
     "recipe", (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling()), ids=str
 )
 def test_gradients_are_those_of_the_plain_call(recipe, kind, anywhere):
-    """With a residual and dropout. dequantize() passes gradients on unrounded.
+    """With a residual. dequantize() passes gradients on unrounded.
 
     With one scale the tile is that of the plain call, so gradients are equal to the bit. Blocks
     have another tile, whose statistics may differ in the last place of float32.
@@ -192,14 +192,7 @@ def test_gradients_are_those_of_the_plain_call(recipe, kind, anywhere):
         x, residual = (random(6, 48, seed=seed, device=anywhere, grad=True) for seed in (1, 2))
         module.zero_grad()
         with fp8_autocast(recipe=recipe):
-            y, added = module(
-                x,
-                residual,
-                return_residual=True,
-                dropout_p=0.25,
-                dropout_seed=5,
-                fp8_output=fp8_output,
-            )
+            y, added = module(x, residual, return_residual=True, fp8_output=fp8_output)
         if fp8_output:
             y = y.dequantize()
         torch.autograd.backward((y, added), (dy, dsum))
@@ -211,10 +204,13 @@ def test_gradients_are_those_of_the_plain_call(recipe, kind, anywhere):
         assert ((one - other).abs() <= allowed).all() and one.abs().max() > 0
 
 
+DROP = cupynorm.functors.dropout(0.5)
+
+
 def test_a_module_in_eval_mode_has_no_dropout():
     module, x = make("LayerNorm").eval(), random(5, 200)
     with fp8_autocast(recipe=CurrentScaling()):
-        plain, other = module(x, fp8_output=True), module(x, dropout_p=0.5, fp8_output=True)
+        plain, other = module(x, fp8_output=True), module(x, fuse=DROP, fp8_output=True)
     np.testing.assert_array_equal(raw(plain.data), raw(other.data))
 
 
@@ -237,8 +233,7 @@ def test_wrong_calls_are_refused():
         module(x, fp8_output=True)
     with fp8_autocast():
         for options, error, sentence in (
-            ({"dropout_p": 2.0}, ValueError, "dropout_p is 2.0; expected a probability"),
-            ({"residual_dtype": "int8"}, TypeError, "residual_dtype is 'int8'; expected one of"),
+            ({"residual": x.char()}, TypeError, "residual is of dtype int8; expected one of"),
         ):
             with pytest.raises(error, match=sentence):
                 module(x, fp8_output=True, **options)

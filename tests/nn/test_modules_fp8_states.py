@@ -233,8 +233,7 @@ def test_tensors_without_memory_are_refused_before_scales_move(of_four_steps):
 
 REFUSED = (
     {"residual": torch.ones(5, 100)},
-    {"dropout_p": 2.0},
-    {"row_scale": torch.ones(5, requires_grad=True)},
+    {"fuse": cupynorm.functors.row_scale(torch.ones(4))},
 )
 
 

@@ -80,20 +80,29 @@ def test_products_in_8_bits(name):
 def test_options_have_their_sequences_too(where):
     input = jagged(sequences(where, COLS))
     residual = like(input, torch.randn(sum(LENGTHS), COLS, device=where))
-    row_scale = like(input, torch.rand(sum(LENGTHS), device=where))
-    y, added = cupynorm.layer_norm(
-        input, COLS, residual=residual, row_scale=row_scale, return_residual=True
-    )
+    y, added = cupynorm.layer_norm(input, COLS, residual=residual, return_residual=True)
     expected = cupynorm.layer_norm(
-        input.values(),
-        COLS,
-        residual=residual.values(),
-        row_scale=row_scale.values(),
-        return_residual=True,
+        input.values(), COLS, residual=residual.values(), return_residual=True
     )
     assert y.shape == added.shape == input.shape
     assert_same(y.values(), expected[0])
     assert_same(added.values(), expected[1])
+
+
+def test_arrays_of_functors_have_their_sequences_too(where):
+    input = jagged(sequences(where, COLS))
+    gate = like(input, torch.randn(sum(LENGTHS), COLS, device=where)).requires_grad_()
+    scale = torch.rand(COLS, device=where)
+    silu, by_cols = cupynorm.functors.silu_gate, cupynorm.functors.layer_scale(scale)
+    y = cupynorm.layer_norm(input, COLS, fuse=(silu(gate), by_cols))
+    assert_same(
+        y.values(),
+        cupynorm.layer_norm(input.values(), COLS, fuse=(silu(gate.values()), by_cols)),
+    )
+    (of_gate,) = torch.autograd.grad(y.values().sum(), gate)
+    assert of_gate.shape == gate.shape
+    with pytest.raises(ValueError, match=r"silu_gate\.gate has offsets of its own"):
+        cupynorm.layer_norm(input, COLS, fuse=silu(jagged(sequences(where, COLS))))
 
 
 def test_heads_may_come_before_the_sequence(where):

@@ -62,8 +62,8 @@ def with_residual(module, x, residual, **options):
     return layer_norm(module, x, residual=residual, return_residual=True, **options)
 
 
-def with_scaled_rows(module, x, row_scale, **options):
-    return rms_norm(module, x, row_scale=row_scale, return_residual=True, **options)
+def with_scaled_rows(module, x, scale, **options):
+    return rms_norm(module, x, fuse=cupynorm.functors.row_scale(scale), **options)
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -78,7 +78,8 @@ CALLS = {
     "out_dtype": (layer_norm, {"out_dtype": torch.float64}, (draw(5, 16),)),
     "float64": (layer_norm, {}, (draw(5, 16).double(),)),
     "residual": (with_residual, {}, (draw(5, 16), draw(5, 16) + 2)),
-    "row_scale": (with_scaled_rows, {"residual_dtype": torch.float64}, (draw(5, 16), draw(5))),
+    "wide residual": (with_residual, {}, (draw(5, 16), draw(5, 16).double())),
+    "row_scale": (with_scaled_rows, {}, (draw(5, 16), draw(5))),
     "round_x_hat": (rms_norm, {"round_x_hat": True}, (draw(5, 16).half(),)),
 }
 

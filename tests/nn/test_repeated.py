@@ -60,7 +60,6 @@ FORWARDS = {
     "no_grad": outside_of_autograd,
     "residual": lambda: norm(residual=tensor(4, 64)),
     "out": lambda: norm(out=tensor(4, 64)),
-    "row_scale": lambda: norm(row_scale=tensor(4, dtype=torch.float32)),
     "eps": lambda: norm(eps=1e-6),
     "zero-centered": lambda: norm(zero_centered_weight=True),
 }

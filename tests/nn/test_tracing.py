@@ -58,8 +58,8 @@ def test_jit_trace_takes_other_values_and_other_rows(recorded, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_jit_trace_of_fused_options(device):
     def call(x):
-        options = {"dropout_p": 0.5, "dropout_seed": 3, "residual_dtype": "float64"}
-        return cupynorm.layer_norm(x, 16, residual=x, return_residual=True, **options)
+        options = {"fuse": cupynorm.functors.dropout(0.5, 3), "residual": x.double()}
+        return cupynorm.layer_norm(x, 16, return_residual=True, **options)
 
     example, x = random_input(4, 16).to(device), random_input(7, 16, seed=1).to(device)
     traced = jit_trace(call, example)
@@ -195,7 +195,7 @@ def test_recorded_models_take_any_rows_in_any_context(way, context):
 
 EXPLICIT = {
     "forward": lambda x: cupynorm.layer_norm_forward(x, 16).y,
-    "fused forward": lambda x: cupynorm.rms_norm_forward(x, 16, dropout_p=0.5).y,
+    "fused forward": lambda x: cupynorm.rms_norm_forward(x, 16, round_x_hat=True).y,
     "backward": lambda x: cupynorm.rms_norm_backward(x, x, 16, x[:, 0]).dx,
 }
 
@@ -234,10 +234,8 @@ def test_symbolic_trace_of_a_norm_itself(training, norm_class):
     norm, x = norm_class(16).train(training), random_input(7, 16)
     traced = torch.fx.symbolic_trace(norm)
     assert torch.equal(traced(x), norm(x))
-    call = {"residual": x, "return_residual": True, "dropout_p": 0.5, "dropout_seed": 3}
+    call = {"residual": x, "return_residual": True, "fuse": cupynorm.functors.dropout(0.5, 3)}
     assert all(torch.equal(*pair) for pair in zip(traced(x, **call), norm(x, **call), strict=True))
-    with pytest.raises(ValueError, match="dropout_p is 2.0"):
-        traced(x, dropout_p=2.0)
     with pytest.raises(NotImplementedError, match="fp8_output is True"):
         traced(x, fp8_output=True)
 

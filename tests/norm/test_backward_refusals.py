@@ -75,12 +75,12 @@ def test_wrong_arguments_of_backward_are_refused(what):
     with pytest.raises(error, match=sentence):
         cupynorm.layer_norm_backward(**given)
     if "gradients" in changes:
-        for options in ({}, {"row_scale": ones(4)}):
+        for options in ({}, {"dx_dtype": "float32"}):
             with pytest.raises(error, match=sentence):
                 cupynorm.rms_norm_backward(X, X, 40, ones(4), **changes, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("options", [{}, {"round_x_hat": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
 def test_a_sparse_gradient_is_refused(name, options):
     torch = loaded_torch()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm import reference
+from cupynorm import functors
 from cupynorm.check.cases import random_problem
-from cupynorm.dtypes import compute_dtype
+from cupynorm.dtypes import DTYPES, compute_dtype
 from cupynorm.gpu import arrays
 
 torch = pytest.importorskip("torch")
@@ -92,9 +92,6 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     forward = getattr(cupynorm, f"{case.norm}_forward")(
         put(problem.x, case.x), case.num_cols, weight, bias=bias, eps=1e-5, **options
     )
-    assert isinstance(forward, cupynorm.FusedForward)
-    seed = getattr(forward, "dropout_seed", None)
-    assert seed == (problem.dropout_seed if case.dropout_p else None)
     backward = getattr(cupynorm, f"{case.norm}_backward")(
         put(problem.dy, case.dtype("y")),
         forward.sum,
@@ -107,17 +104,11 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         dbias_dtype=case.dtype("bias"),
         dx_dtype=case.x,
         dresidual_dtype=case.added,
-        row_scale=options["row_scale"],
-        dropout_p=case.dropout_p,
-        dropout_seed=seed,
     )
     assert isinstance(backward, cupynorm.FusedBackward)
     results = forward._asdict() | backward._asdict()
-    results = {
-        name: get(value)
-        for name, value in results.items()
-        if value is not None and name not in ("dropout_seed", "functors")
-    }
+    assert results.pop("functors") == ()
+    results = {name: get(value) for name, value in results.items() if value is not None}
     assert arrays.dtype_name(forward.rstd) == compute_dtype(case.sum).name
     if not case.has_own_sum or not case.residual:
         del results["dresidual"]
@@ -164,9 +155,6 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
             gradients=names,
             dx_dtype=case.x,
             dresidual_dtype=case.added,
-            row_scale=options["row_scale"],
-            dropout_p=case.dropout_p,
-            dropout_seed=forward.dropout_seed,
         )
 
     names = [name for name, is_wanted in zip(cupynorm.FusedBackward._fields, wanted) if is_wanted]
@@ -186,14 +174,34 @@ def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
         )
 
 
+@pytest.mark.parametrize("residual_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_has_the_dtype_of_the_residual(dtype, residual_dtype, device):
+    dtype, residual_dtype = getattr(torch, dtype), getattr(torch, residual_dtype)
+    x = random(5, 40, dtype=dtype).to(device).requires_grad_()
+    residual = random(5, 40, dtype=residual_dtype, seed=1).to(device).requires_grad_()
+    y, added = cupynorm.layer_norm(x, 40, residual=residual, return_residual=True)
+    assert (y.dtype, added.dtype) == (dtype, residual_dtype)
+    exact = (x.double() + residual.double()).to(residual_dtype)
+    assert torch.equal(added, exact)
+    forward = cupynorm.layer_norm_forward(x.detach(), 40, residual=residual.detach())
+    assert torch.equal(forward.y, y) and torch.equal(forward.sum, added)
+    wide = torch.promote_types(residual_dtype, torch.float32)
+    assert forward.mean.dtype == forward.rstd.dtype == wide
+    (y.sum().double() + added.sum().double()).backward()
+    assert (x.grad.dtype, residual.grad.dtype) == (dtype, residual_dtype)
+    torch.compiler.reset()
+    compiled = torch.compile(cupynorm.layer_norm, backend="eager", fullgraph=True)
+    others = compiled(x, 40, residual=residual, return_residual=True)
+    assert others[0].dtype == dtype and torch.equal(others[1], exact)
+
+
 def test_both_gradients_come_from_one_kernel(kernels):
     x, residual = (
         random(300, 64, dtype=torch.bfloat16).requires_grad_(),
         random(300, 64, dtype=torch.float32).requires_grad_(),
     )
-    y, added = cupynorm.layer_norm(
-        x, 64, residual=residual, residual_dtype=torch.float32, return_residual=True
-    )
+    y, added = cupynorm.layer_norm(x, 64, residual=residual, return_residual=True)
     assert [each.kernel.source for each in kernels] == ["forward_warp.cu"]
     (y.sum() + added.sum()).backward()
     assert [each.kernel.source for each in kernels[1:]] == ["backward_warp.cu"]
@@ -219,35 +227,30 @@ def test_x_hat_is_rounded_to_the_input_s_dtype(device):
 
 
 def test_strided_operands_give_the_results_of_contiguous_ones(kernels):
-    """Input, residual and row_scale, each with other strides."""
-    x, residual, row_scale = (
+    """Input, residual and the array of a functor, each with other strides."""
+    x, residual, scale = (
         random(40, 6, dtype=torch.float32).T,
         random(40, 6, dtype=torch.float32, seed=1).T,
         random(12)[::2],
     )
-    plain = [each.contiguous() for each in (x, residual, row_scale)]
+    plain = [each.contiguous() for each in (x, residual, scale)]
     made = [
         cupynorm.rms_norm(
-            x,
-            40,
-            residual=residual,
-            row_scale=row_scale,
-            dropout_p=0.5,
-            dropout_seed=1,
-            return_residual=True,
+            x, 40, residual=residual, fuse=functors.row_scale(scale), return_residual=True
         )
-        for x, residual, row_scale in ((x, residual, row_scale), plain)
+        for x, residual, scale in ((x, residual, scale), plain)
     ]
     assert all(map(torch.equal, *made))
-    expected = reference.scaled(numbers(x), numbers(row_scale), 0.5, 1) + numbers(residual)
+    expected = numbers(x) * numbers(scale)[:, None] + numbers(residual)
     np.testing.assert_allclose(numbers(made[0][1]), expected, rtol=2.0**-22, atol=2.0**-22)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
 def test_empty_inputs_give_empty_results(shape, device):
     x = torch.zeros(shape, dtype=torch.float16, device=device, requires_grad=True)
+    residual = x.detach().float()
     y, added = cupynorm.layer_norm(
-        x, shape[1], residual_dtype=torch.float32, dropout_p=0.5, return_residual=True
+        x, shape[1], residual=residual, fuse=functors.dropout(0.5), return_residual=True
     )
     assert y.shape == added.shape == shape and added.dtype == torch.float32
     y.sum().backward()

@@ -17,8 +17,6 @@ ROWS, COLS = 6, 40
 FORWARDS = {
     "plain": {},
     "residual": {"residual": (ROWS, COLS)},
-    "row_scale": {"row_scale": (ROWS,), "residual": (ROWS, COLS)},
-    "wide sum": {"residual": (ROWS, COLS), "residual_dtype": torch.float64},
 }
 
 
@@ -66,7 +64,7 @@ def test_calls_of_negated_operands(device, norm, name, is_recorded, num_cols):
         if key not in options:
             shape = tuple(num_cols if each == COLS else each for each in shape)
             tensors[key] = draw(device, *shape, seed=seed)
-            tensors[key].requires_grad_(is_recorded and key != "row_scale")
+            tensors[key].requires_grad_(is_recorded)
 
     def call(x, weight, bias, **others):
         given = {"bias": bias} | others | options
@@ -148,7 +146,7 @@ def test_fp8_calls_of_negated_operands(device, scale):
 def test_a_negated_dropout_seed(device):
     def call(x, seed):
         x = x.detach().requires_grad_()
-        y = cupynorm.rms_norm(x, COLS, dropout_p=0.5, dropout_seed=seed)
+        y = cupynorm.rms_norm(x, COLS, fuse=cupynorm.functors.dropout(0.5, seed))
         return y.detach(), *torch.autograd.grad(y.sum(), x)
 
     seed = torch.tensor([77], device=device)
@@ -220,15 +218,16 @@ def assert_same_of_zeros(call, tensors: dict) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zeros_without_memory(anywhere, dtype):
     shapes = {"x": (ROWS, COLS), "weight": (COLS,), "bias": (COLS,), "residual": (ROWS, COLS)}
-    shapes |= {"dy": (ROWS, COLS), "row_scale": (ROWS,)}
+    shapes |= {"dy": (ROWS, COLS), "scale": (ROWS,)}
     tensors = {
         name: draw(anywhere, *shape, dtype=dtype, seed=at).requires_grad_(name in ("x", "weight"))
         for at, (name, shape) in enumerate(shapes.items())
     }
 
-    def call(x, weight, bias, residual, dy, row_scale):
+    def call(x, weight, bias, residual, dy, scale):
         y = cupynorm.layer_norm(x, COLS, weight, bias, residual=residual)
-        scaled = cupynorm.rms_norm(x, COLS, weight, residual=residual, row_scale=row_scale)
+        own = cupynorm.functors.row_scale(scale)
+        scaled = cupynorm.rms_norm(x, COLS, weight, residual=residual, fuse=own)
         gradients = torch.autograd.grad(y, (x, weight), dy)
         return y.detach(), scaled.detach(), *gradients
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import cupynorm
+from cupynorm.functors import dropout
 from cupynorm.norm import cache
+from cupynorm.norm.functors import bind_functors
 from cupynorm.norm.launch_choice import (
     Launch,
     Margins,
@@ -27,7 +29,6 @@ from cupynorm.norm.request import (
     ForwardRequest,
     Quantization,
     is_plain,
-    makes_sum,
 )
 
 torch = pytest.importorskip("torch")
@@ -138,55 +139,13 @@ def test_checking_returns_a_plain_request_itself():
 
 
 def test_checking_brings_options_to_their_types():
-    given = PLAIN._replace(dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1)
-    _, options = with_checked_options(forward_request(options=given))
-    assert options.dropout_p == 0.5 and type(options.dropout_p) is float
-    assert options.residual_dtype == "float32"
+    _, options = with_checked_options(forward_request(options=PLAIN._replace(round_x_hat=1)))
     assert options.round_x_hat is True
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_checking_makes_a_name_of_residual_dtype(dtype):
-    request = with_checked_options(forward_request(options=PLAIN._replace(residual_dtype=dtype)))
-    assert request.options.residual_dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    "given, signed",
-    [(0, 0), (7, 7), (-1, -1), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1)],
-)
-def test_checking_makes_an_int_seed_a_signed_64_bit_one(given, signed):
-    options = PLAIN._replace(dropout_p=0.5)
-    request = with_checked_options(forward_request(options=options, dropout_seed=given))
-    assert request.operands.dropout_seed == signed
-
-
-def test_checking_drops_a_seed_that_dropout_does_not_read():
-    assert with_checked_options(forward_request(dropout_seed=7)).operands.dropout_seed is None
-
-
-# makes_sum and is_plain. The functions read which operands are there, not their values.
+# is_plain. It reads which operands are there, not their values.
 
 PRESENT = object()
-
-
-@pytest.mark.parametrize(
-    "operands, options, expected",
-    [
-        ({}, {}, False),
-        ({"weight": PRESENT, "bias": PRESENT}, {}, False),
-        ({}, {"memory_efficient": True}, False),
-        ({}, {"residual_dtype": "float16"}, False),
-        ({}, {"out_dtype": "float32"}, False),
-        ({}, {"residual_dtype": "float32"}, True),
-        ({"residual": PRESENT}, {}, True),
-        ({"row_scale": PRESENT}, {}, True),
-        ({}, {"dropout_p": 0.25}, True),
-    ],
-)
-def test_makes_sum_is_true_where_the_normalised_row_is_not_the_input(operands, options, expected):
-    request = forward_request(PRESENT, options=PLAIN._replace(**options), **operands)
-    assert makes_sum(request, "float16") is expected
 
 
 @pytest.mark.parametrize(
@@ -195,9 +154,6 @@ def test_makes_sum_is_true_where_the_normalised_row_is_not_the_input(operands, o
         ({"weight": PRESENT, "bias": PRESENT, "residual": PRESENT, "out": PRESENT}, {}, True),
         ({}, {"zero_centered_weight": True, "out_dtype": "float32"}, True),
         ({}, {"launch": Launch("warp", sm_margin=3)}, True),
-        ({"row_scale": PRESENT}, {}, False),
-        ({}, {"residual_dtype": "float16"}, False),
-        ({}, {"dropout_p": 0.25}, False),
         ({}, {"round_x_hat": True}, False),
         ({}, {"memory_efficient": True}, False),
         ({}, {"quantization": Quantization("float8_e4m3fn")}, False),
@@ -240,8 +196,6 @@ def test_equal_requests_share_a_prepared_call(kernels):
         {"eps": 1e-6},
         {"zero_centered_weight": True},
         {"out_dtype": "float16"},
-        {"residual_dtype": "float16"},
-        {"dropout_p": 0.5},
         {"round_x_hat": True},
         {"quantization": Quantization("float8_e4m3fn")},
         {"quantization": Quantization("float8_e4m3fn", "row")},
@@ -266,10 +220,9 @@ def test_requests_of_different_options_have_their_own_prepared_calls(kernels, ch
         {"weight": torch.ones(8, dtype=torch.float16)},
         {"weight": torch.ones(8), "bias": torch.ones(8)},
         {"weight": torch.ones(8), "residual": torch.ones(3, 8)},
-        {"weight": torch.ones(8), "row_scale": torch.ones(3)},
         {"weight": torch.ones(8), "out": torch.empty(3, 8)},
     ],
-    ids=["none", "dtype", "bias", "residual", "row_scale", "out"],
+    ids=["none", "dtype", "bias", "residual", "out"],
 )
 def test_requests_of_different_operands_have_their_own_prepared_calls(kernels, operands):
     first = prepared_forward(weight=torch.ones(8))
@@ -281,13 +234,14 @@ def test_each_purpose_has_its_own_prepared_call(kernels):
     assert prepared_forward(FOR_Y) is prepared_forward(FOR_Y)
 
 
-def test_int_seeds_of_any_value_share_a_prepared_call(kernels):
-    options = PLAIN._replace(dropout_p=0.5)
-    first = prepared_forward(options=options, dropout_seed=1)
-    assert prepared_forward(options=options, dropout_seed=2) is first
-    seed = torch.zeros(1, dtype=torch.int64)
-    assert prepared_forward(options=options, dropout_seed=seed) is not first
-    assert prepared_forward(options=options) is not first
+def test_seeds_of_any_value_share_a_prepared_call(kernels):
+    def prepared(seed):
+        functors = bind_functors(dropout(0.5, seed))
+        return prepared_forward(functors=functors, residual=torch.zeros(3, 8))
+
+    first = prepared(1)
+    for seed in (2, None, torch.zeros(1, dtype=torch.int64)):
+        assert prepared(seed) is first
 
 
 def test_an_eps_of_true_is_refused_after_a_call_with_an_equal_eps(kernels):

@@ -42,12 +42,8 @@ def test_problems_that_can_use_a_ring():
     [
         forward(x="float64"),
         forward(**STREAM),
-        forward(dropout=True),
-        forward(row_scale="float32"),
-        backward(dropout=True),
-        backward(row_scale="float32"),
     ],
-    ids=["float64", "input", "dropout", "row_scale", "dropout of dx", "row_scale of dx"],
+    ids=["float64", "input"],
 )
 def test_problems_that_cannot_use_a_ring(problem):
     assert not can_ring(problem, H200)
@@ -73,8 +69,6 @@ def test_problems_that_can_use_bundles():
         forward(127, "float64"),
         forward(127, y="float32"),
         forward(127, **QUANTIZED),
-        forward(127, dropout=True),
-        forward(127, row_scale="float32"),
         forward(127, **STREAM),
         forward(127, layout=Layout(1, contiguous=False)),
         backward(127, dy="float32"),
@@ -83,10 +77,9 @@ def test_problems_that_can_use_bundles():
         backward(127, dresidual="bfloat16"),
         backward(127, recomputed="bfloat16"),
     ],
-    ids=(
-        "float64,wide y,8 bits,dropout,row_scale,input,gaps,"
-        "wide dy,no dx,wide dsum,dresidual,recomputed"
-    ).split(","),
+    ids=("float64,wide y,8 bits,input,gaps,wide dy,no dx,wide dsum,dresidual,recomputed").split(
+        ","
+    ),
 )
 def test_problems_that_cannot_use_bundles(problem):
     assert not can_bundle(problem, H200)
@@ -165,7 +158,7 @@ FUSED_WITH_SCALES = (
     {"x": "float64"},
     {"x": "float16", "residual": True},
     {"x": "float32", "input": "bfloat16", "residual_dtype": "float32"},
-    {"x": "float16", "input": "float16", "residual_dtype": "float16", "dropout": True},
+    {"x": "float16", "input": "float64", "residual_dtype": "float16"},
 )
 TILES_OF_CALLERS = [
     (strategy, Tile(pack_size, threads, packs, rows, cluster_size, stages=stages))

@@ -153,7 +153,7 @@ def test_classes():
         ({"y": E4M3, "scaling": "given", "amax": True}, "16 bytes given amax"),
         ({"layout": Layout(2, contiguous=True)}, "4 bytes"),
         ({"y": "float32"}, None),
-        ({"dropout": True}, None),
+        ({"input": "float16"}, None),
     ):
         assert class_of(replace(made, **changes)) == expected, changes
     backward = plan(1024, device="H200", direction="backward").problem

@@ -112,16 +112,14 @@ def test_registers_of_options():
     assert more() == 0
     assert more(weight="float32") == 8
     assert more(residual=True) == 8
-    assert more(row_scale="float32") == 8
     assert more(input="bfloat16") == 16
-    assert more(dropout=True) == 24
     # A second word for each element of float64, and a quarter of each besides.
     assert more(x="float64") == 2 * 16 * 1.25 - 16
 
 
 def test_every_line_of_registers_has_words_of_a_kernel():
     """A line whose words no problem, tile and device have together would never count."""
-    fused = {"residual", "dsum", "input", "row_scale", "dropout", "dresidual", "recomputed"}
+    fused = {"residual", "dsum", "input", "dresidual", "recomputed"}
     fused |= {"load", "store"}
     of_tile = {"single", "small", "exact", "lanes", "one lane", "over 24", "over 32", "over 40"}
     others = {"wide", "weight64", "sm_80", "sm_100", "sm_120"}

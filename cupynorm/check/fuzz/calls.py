@@ -102,7 +102,6 @@ class _PublicCall:
             "weight": case.dtype("weight"),
             "bias": case.dtype("bias"),
             "residual": case.added,
-            "row_scale": case.row_scale,
             "dy": case.dtype("dy"),
             "dsum": case.sum,
         }
@@ -168,10 +167,6 @@ class _PublicCall:
             "residual": operands["residual"],
             "zero_centered_weight": case.zero_centered_weight,
             "out_dtype": case.y,
-            "residual_dtype": case.residual_dtype,
-            "row_scale": operands["row_scale"],
-            "dropout_p": case.dropout_p,
-            "dropout_seed": self.problem.dropout_seed if case.dropout_p else None,
             "round_x_hat": case.round_x_hat,
             "launch": Launch(case.strategy, case.tile, case.statistics, case.sm_margin),
         }
@@ -184,23 +179,20 @@ class _PublicCall:
         options |= {"weight": operands["weight"], "bias": operands["bias"], "eps": case.eps}
         made = forward(operands["x"], case.num_cols, **options)
         results = {name: getattr(made, name) for name in ("y", "mean", "rstd")}
-        if case.has_own_sum or operands["residual"] is not None:
+        if operands["residual"] is not None:
             results["sum"] = made.sum
         return results | self._explicit_backward(made)
 
     def _explicit_backward(self, made: Any) -> dict[str, Any]:
         case, operands, dtypes = self.case, self.operands, self.dtypes
         names = ["dx", *(f"d{name}" for name in ("weight", "bias") if operands[name] is not None)]
-        if case.has_own_sum and operands["residual"] is not None:
+        if case.has_own_sum:
             names.append("dresidual")
         options = {
             "zero_centered_weight": case.zero_centered_weight,
             "dsum": operands["dsum"],
             "gradients": tuple(names),
             "dbias_dtype": dtypes["bias"],
-            "row_scale": operands["row_scale"],
-            "dropout_p": case.dropout_p,
-            "dropout_seed": getattr(made, "dropout_seed", None),
             "launch": Launch(case.strategy, sm_margin=case.sm_margin),
         }
         if case.has_own_sum:
@@ -235,7 +227,7 @@ class _PublicCall:
         gradients = torch.autograd.grad(
             [results[name] for name in there], list(leaves.values()), [upstream[n] for n in there]
         )
-        if operands["residual"] is None and not case.has_own_sum:
+        if operands["residual"] is None:
             del results["sum"]  # it is x
         results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
         if not case.has_own_sum:

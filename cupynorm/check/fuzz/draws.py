@@ -38,7 +38,7 @@ VALUES = (
 # How a call is made: the kernels with their argument structs, or the public functions.
 ROUTES = ("kernels", "cupy", "torch", "autograd")
 OPERANDS = ("x", "residual", "dy", "dsum")  # those with rows
-PARAMETERS = ("weight", "bias", "row_scale")  # they may be misaligned
+PARAMETERS = ("weight", "bias")  # they may be misaligned
 OUTPUTS = ("y", "dx")  # of the kernels: rows with gaps between them, or misaligned
 # Calls in a row that use the same few kernels: a kernel takes as long to compile as forty calls.
 PER_CASE = {"gpu": 2048, "cpu": 128}
@@ -58,8 +58,8 @@ class Draw:
     """A call that can be made again: the same fields give the same bits.
 
     values: one of VALUES. layouts: of OPERANDS, PARAMETERS and OUTPUTS, contiguous if not
-    named. route: one of ROUTES. seed: of the values, of the dropout mask, and of the order of
-    threads on the CPU. how: y becomes 8-bit floats; forward alone is then called.
+    named. route: one of ROUTES. seed: of the values and of the order of threads on the CPU.
+    how: y becomes 8-bit floats; forward alone is then called.
     """
 
     case: Case
@@ -227,14 +227,11 @@ def _case(generator: random.Random, least_cols: int, most_cols: int) -> Case:
 
 
 def _fused(generator: random.Random, case: Case) -> Case:
-    """Adds a sum of another dtype, dropout, and a scale of each row."""
+    """Adds a residual of another dtype, and what goes with it."""
     dtypes = list(DTYPES)
     return replace(
         case,
-        residual=generator.choice([False, True, case.x]),
-        residual_dtype=generator.choice([None, "float32", *dtypes]),
-        row_scale=generator.choice([None, None, *dtypes]),
-        dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
+        residual=generator.choice([False, True, "float32", *dtypes]),
         round_x_hat=generator.random() < 0.3,
         eps=generator.choice([1e-5, 1e-3]),
         recompute=generator.random() < 0.3,
@@ -276,7 +273,6 @@ def problem_of(drawn: Draw) -> Problem:
     if drawn.values == "huge weights" and problem.weight is not None:
         largest = DTYPES[case.dtype("weight")].largest
         problem.weight = np.clip(problem.weight * 2.0**14, -largest, largest)
-    problem.dropout_seed = int(generator.integers(-(2**63), 2**63))
     for name, layout in drawn.layouts.items():
         if layout == "broadcast":
             values = getattr(problem, name)

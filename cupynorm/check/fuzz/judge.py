@@ -5,8 +5,8 @@
 - The same call gives the same bits again. Of kernels the same launches are repeated.
 - y in 8 bits, and its scales, are what a row within those bounds is quantised to. On the CPU y has
   the bytes that the reference makes of y in the compute dtype, by the same kernel.
-- A row gives the same bits alone as among the others. Not with dropout, whose mask depends on the
-  index of the row, and not for layouts that are not contiguous: alone, a row may be better aligned.
+- A row gives the same bits alone as among the others. Not for layouts that are not contiguous:
+  alone, a row may be better aligned.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ from .draws import Draw, problem_of
 # a forced strategy cannot have there.
 _REFUSALS = ("too narrow", "too few for a cluster", "too wide")
 _REFUSAL_OF_STATISTICS = "statistics is 'two_pass'; expected 'welford' or None"
-_OPERANDS_WITH_ROWS = (
-    "x",
-    "dy",
-    "residual",
-    "row_scale",
-    "dsum",
-)  # the operands with one row each
+_OPERANDS_WITH_ROWS = ("x", "dy", "residual", "dsum")  # with one row each
 _OUTPUTS_WITH_ROWS = ("y", "mean", "rstd", "sum", "dx", "dresidual", "recomputed")
 
 
@@ -106,7 +100,7 @@ class Started:
             self._first, self._again = start(drawn, problem, where, times=2)
         self._alone, self._row = None, drawn.seed % drawn.case.num_rows
         scales_rows = how is None or how.scaling != "tensor"
-        if drawn.case.num_rows > 1 and not (drawn.case.dropout_p or drawn.layouts) and scales_rows:
+        if drawn.case.num_rows > 1 and not drawn.layouts and scales_rows:
             (self._alone,) = start(drawn, _row_of(problem, self._row), where)
         if where.on == "gpu":
             where.mark_end()
