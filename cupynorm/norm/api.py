@@ -7,7 +7,7 @@ lists the steps from here to the launch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from ..plan.functors import Fuse
 from .eight_bits import parts_of
@@ -23,11 +23,92 @@ from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
 from .results import Forward
 from .route import call, explicit_forward
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .eight_bits import Quantize
+    from .quantized_tensor import QuantizedTensor
+
+T = TypeVar("T")  # the input's type: results are of its library
+Shape = int | Sequence[int]
+Outs = tuple[Array | None, Array | None]
+
+
+class NormOptions(TypedDict, total=False):
+    """Keywords on which the type of what layer_norm and rms_norm return does not depend."""
+
+    residual: Array | None
+    zero_centered_weight: bool
+    round_x_hat: bool
+    out: Array | Outs | None
+    fuse: Fuse
+    launch: Launch | None
+
+
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: Literal[False] = False,
+    out_dtype: Quantize,
+    **options: Unpack[NormOptions],
+) -> QuantizedTensor: ...
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: Literal[True],
+    out_dtype: Quantize,
+    **options: Unpack[NormOptions],
+) -> tuple[QuantizedTensor, T]: ...
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: Literal[False] = False,
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> T: ...
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: Literal[True],
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> tuple[T, T]: ...
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: bool,
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> Any: ...
 @names_what_was_removed
 def layer_norm(
     input: Array,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: Shape,
     weight: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
@@ -36,7 +117,7 @@ def layer_norm(
     return_residual: bool = False,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | tuple[Array | None, Array | None] | None = None,
+    out: Array | Outs | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -149,10 +230,70 @@ def layer_norm(
     return call(operands, options, return_residual)
 
 
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: Literal[False] = False,
+    out_dtype: Quantize,
+    **options: Unpack[NormOptions],
+) -> QuantizedTensor: ...
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: Literal[True],
+    out_dtype: Quantize,
+    **options: Unpack[NormOptions],
+) -> tuple[QuantizedTensor, T]: ...
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: Literal[False] = False,
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> T: ...
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: Literal[True],
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> tuple[T, T]: ...
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: bool,
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> Any: ...
 @names_what_was_removed
 def rms_norm(
     input: Array,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: Shape,
     weight: Array | None = None,
     eps: float | None = None,
     *,
@@ -161,7 +302,7 @@ def rms_norm(
     return_residual: bool = False,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | tuple[Array | None, Array | None] | None = None,
+    out: Array | Outs | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -217,7 +358,7 @@ def rms_norm(
 @names_what_was_removed
 def layer_norm_forward(
     input: Array,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: Shape,
     weight: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
@@ -225,7 +366,7 @@ def layer_norm_forward(
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | tuple[Array | None, Array | None] | None = None,
+    out: Array | Outs | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -245,10 +386,10 @@ def layer_norm_forward(
     Returns Forward(y, mean, rstd, sum), which says shapes and dtypes.
     Raises as layer_norm.
     """
-    outs = pair_of(out) if isinstance(out, tuple) else (out, None)
+    out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, *outs, scale, amax),
+        *(input, weight, bias, residual, out, out_sum, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
@@ -267,7 +408,7 @@ def layer_norm_forward(
 @names_what_was_removed
 def rms_norm_forward(
     input: Array,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: Shape,
     weight: Array | None = None,
     eps: float | None = None,
     *,
@@ -275,7 +416,7 @@ def rms_norm_forward(
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | tuple[Array | None, Array | None] | None = None,
+    out: Array | Outs | None = None,
     round_x_hat: bool = False,
     fuse: Fuse = (),
     launch: Launch | None = None,
@@ -290,10 +431,10 @@ def rms_norm_forward(
 
     Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
-    outs = pair_of(out) if isinstance(out, tuple) else (out, None)
+    out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, *outs, scale, amax),
+        *(input, weight, bias, residual, out, out_sum, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
