@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     const bool present = row < call.num_rows;
     // Starts the loads of the row; if tile.early, also those of weight and bias.
     RegisterRow<Load, tile> values;
-    values.fetch(call.load, present ? row : call.num_rows - 1, cols);
+    values.fetch(call.load, present ? row : call.num_rows - 1, cols, present);
     const auto parameters = row_parameters<tile>(values, call.store);
     // From here on x is in registers. Every lane gets mean and rstd of its row.
     const auto mean_rstd =

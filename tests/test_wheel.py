@@ -93,3 +93,19 @@ def _environment() -> dict[str, str]:
     import os
 
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path: Path):
+    """pyright and mypy read a path in a .pth file, and do not run an import hook."""
+    pytest.importorskip("setuptools")
+    leave = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".*", "tests", "docs")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=leave)
+    code = "from setuptools import build_meta; build_meta.build_editable('wheel')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "source", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "source" / "wheel").glob("*.whl")
+    with zipfile.ZipFile(path) as packed:
+        (name,) = (each for each in packed.namelist() if each.endswith(".pth"))
+        assert packed.read(name).decode().split() == [str(tmp_path / "source")]

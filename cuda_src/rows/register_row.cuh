@@ -64,8 +64,10 @@ struct RegisterRow : RegisterBudget<typename Load::Held, typename Load::Compute,
   Slice cols;
 
   // Starts all loads before the first use, so that they are in flight together. A pack beyond the
-  // row loads the first pack again.
-  __device__ __forceinline__ void fetch(const Load& load, long long row, Slice columns) {
+  // row loads the first pack again. present: false where another thread loads the same, whose
+  // effect is not repeated.
+  __device__ __forceinline__ void fetch(const Load& load, long long row, Slice columns,
+                                        bool present = true) {
     cols = columns;
     if constexpr (Load::has_effect) {
       typename Load::template Begun<pack_size> begun[num_packs];
@@ -74,7 +76,7 @@ struct RegisterRow : RegisterBudget<typename Load::Held, typename Load::Compute,
         begun[pack] = load.template begin<pack_size>(row, col(pack));
 #pragma unroll
       for (int pack = 0; pack < num_packs; ++pack)
-        packs[pack] = load.finish(row, col(pack), begun[pack], in_row(pack));
+        packs[pack] = load.finish(row, col(pack), begun[pack], present && in_row(pack));
     } else {
 #pragma unroll
       for (int pack = 0; pack < num_packs; ++pack)

@@ -324,10 +324,11 @@ def with_kinds(given: Given) -> BoundFunctor:
         kinds = ("rows" if name in given.per_row else "full" for name in given.arrays)
         return BoundFunctor(given, tuple(kinds), seeds=(None,) * len(given.seeds))
     for name, kind in zip(given.functor.arrays, given.arrays):
-        if not callable(kind) and not (isinstance(kind, str) and kind in KINDS):
+        kinds = ("rows",) if name in given.functor.per_row else KINDS
+        if not callable(kind) and not (isinstance(kind, str) and kind in kinds):
             shown = repr(kind) if isinstance(kind, str) else f"of type {type(kind).__name__}"
             raise ValueError(
-                f"{given.functor.name}.{name} is {shown}; expected one of {', '.join(KINDS)}, or "
+                f"{given.functor.name}.{name} is {shown}; expected one of {', '.join(kinds)}, or "
                 "a function of num_rows and num_cols"
             )
     return given

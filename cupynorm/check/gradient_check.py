@@ -11,6 +11,8 @@ from typing import Any
 from ..norm.checks import check_eps
 from ..norm.options import dtype_name
 from ..plan.functors import BoundFunctor, Functor
+from ..plan.problem import NormName
+from ..plan.strategies import StatisticsName, StrategyName
 from . import functors as functor_check
 from . import kernels
 from .callables import Callables, without_exit
@@ -32,7 +34,7 @@ def check(
     dy: Any = None,
     *,
     eps: float = 1e-5,
-    norm: str | Sequence[str] = "layer_norm",
+    norm: NormName | Sequence[NormName] = "layer_norm",
     function: Callable | None = None,
     forward: Callable | None = None,
     backward: Callable | None = None,
@@ -41,8 +43,8 @@ def check(
     traps: bool = False,
     shapes: Iterable[tuple[int, int]] | None = None,
     dtypes: Iterable[str] = ("float32",),
-    strategies: Iterable[str | None] = (None,),
-    statistics: Iterable[str | None] = (None,),
+    strategies: Iterable[StrategyName | None] = (None,),
+    statistics: Iterable[StatisticsName | None] = (None,),
     zero_centered_weight: bool = False,
     on: str | None = None,
     seed: int = 0,
@@ -87,7 +89,8 @@ def check(
         are central differences, column by column, so shapes are small: by default (5, 96).
         Bind its numbers, and to each array a kind of random array: "full" [num_rows, num_cols],
         "cols" [1, num_cols], "rows" [num_rows, 1] or "one" [1, 1]; or a function of (num_rows,
-        num_cols) that returns an array of one of these shapes. A functor alone has full arrays.
+        num_cols) that returns an array of one of these shapes. A functor alone has full arrays, and
+        "rows" where it takes one element per row. A seed that is None is random.
 
         >>> scaled = cupynorm.functors.layer_scale(scale="cols")
         >>> cupynorm.check(fuse=scaled, shapes=[(2, 16)], on="cpu").ok

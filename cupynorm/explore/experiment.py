@@ -26,11 +26,12 @@ from ..gpu import nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..gpu.source_files import source_files
 from ..norm.launch_choice import tile_of
-from ..norm.plans import plan
+from ..norm.plans import full_name, plan
 from ..plan.devices import DEVICES
 from ..plan.dispatch import Plan
 from ..plan.instances import Launch
-from ..plan.problem import Tile
+from ..plan.problem import Direction, NormName, Tile
+from ..plan.strategies import StatisticsName, StrategyName
 from ..table import as_html, as_text
 from .changes import Changes, changed_sources
 
@@ -137,12 +138,12 @@ def experiment(
     dtype: str = "bfloat16",
     *,
     input: np.ndarray | None = None,
-    norm: str = "layer_norm",
-    direction: str = "forward",
+    norm: NormName = "layer_norm",
+    direction: Direction = "forward",
     residual: bool = False,
-    strategy: str | None = None,
+    strategy: StrategyName | None = None,
     tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
+    statistics: StatisticsName | None = None,
     on: str | None = None,
     seed: int = 0,
 ) -> Experiment:
@@ -166,6 +167,7 @@ def experiment(
     ValueError for changes that do not fit, for unknown names, for a strategy or tile that does not
     fit and for an input that is not a matrix.
     """
+    dtype = full_name(dtype)
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
     check_seed(seed)

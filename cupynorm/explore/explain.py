@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from ..check.cases import NORMS
 from ..dtypes import DTYPES, ELEMENTS
-from ..gpu import environment, launch, nvrtc, on_cpu
+from ..gpu import nvrtc, on_cpu
 from ..gpu.source_files import cuda_src
-from ..norm.plans import plan
-from ..plan.devices import DEVICES, Device
+from ..norm.plans import device_of, full_name, plan
+from ..plan.devices import Device
 from ..plan.dispatch import Plan, widest
 from ..plan.instances import Launch
-from ..plan.problem import Tile
-from ..plan.strategies import STRATEGIES
+from ..plan.problem import Direction, NormName, Tile
+from ..plan.strategies import STRATEGIES, StatisticsName, StrategyName
 from ..svg import Picture
 from ..table import as_html, as_text
 from . import pictures
@@ -228,13 +228,13 @@ def explain(
     num_rows: int = 4096,
     dtype: str = "bfloat16",
     *,
-    norm: str = "layer_norm",
-    direction: str = "forward",
+    norm: NormName = "layer_norm",
+    direction: Direction = "forward",
     device: str | Device | None = None,
     residual: bool = False,
-    strategy: str | None = None,
+    strategy: StrategyName | None = None,
     tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
+    statistics: StatisticsName | None = None,
 ) -> Explanation:
     """Explains which kernel a call gets and why, which threads own what, and what limits it.
 
@@ -245,15 +245,14 @@ def explain(
 
     num_cols, num_rows: the extents of x. dtype: of all tensors.
     norm, direction, residual, strategy, tile, statistics: as for plan().
-    device: a name of cupynorm.DEVICES or a Device; None is the current GPU, or an H200 without one.
+    device: as for plan().
 
     Returns an Explanation: prints as text, in Jupyter with pictures; its parts are its methods.
     Raises ValueError for unknown names and for a strategy or tile that does not fit.
     """
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
-    if device is None:
-        device = launch.current_device() if environment.has_gpu() else DEVICES["H200"]
+    device, dtype = device_of(device), full_name(dtype)
     options = {
         "norm": norm,
         "direction": direction,

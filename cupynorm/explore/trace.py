@@ -12,9 +12,10 @@ from ..check.cases import NORMS, Case, random_problem
 from ..check.functors import Given, random_functor_problem, run_with_functor, with_kinds
 from ..check.run import run_kernels
 from ..norm.launch_choice import tile_of
-from ..norm.plans import plan
+from ..norm.plans import full_name, plan
 from ..plan.devices import Device
-from ..plan.problem import Tile
+from ..plan.problem import Direction, NormName, Tile
+from ..plan.strategies import StatisticsName, StrategyName
 from ..svg import Picture
 from ..table import as_html, as_text
 from . import pictures
@@ -152,13 +153,13 @@ def trace(
     num_rows: int = 4,
     dtype: str = "bfloat16",
     *,
-    norm: str = "layer_norm",
-    direction: str = "forward",
+    norm: NormName = "layer_norm",
+    direction: Direction = "forward",
     device: str | Device = "H200",
     residual: bool = False,
-    strategy: str | None = None,
+    strategy: StrategyName | None = None,
     tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
+    statistics: StatisticsName | None = None,
     fuse: Given | None = None,
     changes: Changes | None = None,
     seed: int = 0,
@@ -180,6 +181,7 @@ def trace(
     Returns a Trace. Raises ValueError for unknown names and for changes, a strategy or a tile that
     do not fit, NoCompilerError without a C++ compiler, OnCpuError where too much happened.
     """
+    dtype = full_name(dtype)
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
     chosen = {"strategy": strategy, "tile": tile_of(tile), "statistics": statistics}

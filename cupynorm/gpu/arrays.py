@@ -335,6 +335,12 @@ def check_addresses(**arrays_by_name: Any) -> None:
             )
 
 
+def mark_written(array: Any) -> None:
+    """Tells torch that a tensor is written to: autograd refuses what it has saved of it before."""
+    if is_torch(array):
+        sys.modules["torch"].autograd.graph.increment_version(array)
+
+
 def view(array: Any) -> View:
     """The View of an array of any of the three libraries."""
     if isinstance(array, np.ndarray):

@@ -147,9 +147,9 @@ def _recorded_with_options(prepared: Any, operands: tuple, results: tuple) -> tu
 def _kind(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
-    input, weight, bias, residual, out, scale, amax, own = operands
+    input, weight, bias, residual, out, out_sum, scale, amax, own = operands
     _, _, eps, _, _, _, quantization, *_ = options
-    has_no_more = out is scale is amax is own is None
+    has_no_more = out is out_sum is scale is amax is own is None
     if not has_no_more or quantization is not None:
         return None
     return (

@@ -46,7 +46,7 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
     transforms.
     """
     operands, options = request
-    refused = {"out": operands.out}
+    refused = {"out": operands.out, "the sum of out": operands.out_sum}
     if not has_texts(operands.functors):
         refused["a functor without torch="] = operands.functors
     if modes.is_transformed() or modes.is_jit_traced() is not None:
@@ -96,8 +96,11 @@ def through(parts: Sequence[BoundFunctor], values: Tensor, num_dims: int) -> Ten
     for functor, arrays, numbers, seeds in parts:
         given = dict(zip(functor.numbers + functor.seeds, numbers + seeds))
         for name, array in zip(functor.arrays, arrays):
-            rows = array.shape if name in functor.per_row else array.shape[:-num_dims]
-            given[name] = array.to(wide).reshape((*rows, -1 if array.ndim else 1))
+            array = array.to(wide)
+            if name in functor.per_row:
+                given[name] = array.unsqueeze(-1)
+            else:
+                given[name] = array.flatten(-min(num_dims, array.ndim) or 0)
         values = functor.torch(values, **given)
     return values.reshape(shape)
 

@@ -70,7 +70,8 @@ def normalize_nested(
 ) -> tuple[Tensor, Tensor]:
     """What of_dense returns for the values of nested operands, as nested tensors."""
     operands, options = request
-    if options.quantization is not None or operands.out is not None:
+    has_out = operands.out is not None or operands.out_sum is not None
+    if options.quantization is not None or has_out:
         option = "out" if options.quantization is None else "8-bit out_dtype"
         raise NotImplementedError(f"{option} was given and input is nested; expected neither")
     packing = Packing(operands.input, len(options.extents))
@@ -78,6 +79,12 @@ def normalize_nested(
     packed = {
         name: packing.values(tensor, name) for name, tensor in by_row.items() if tensor is not None
     }
+    functors = operands.functors
+    if functors is not None:
+        pairs = zip(functors.names(), functors.arrays())
+        packed["functors"] = functors.with_arrays(
+            [packing.values(each, name) if is_any_nested(each) else each for name, each in pairs]
+        )
     results = of_dense(ForwardRequest(replaced(operands, **packed), options))
     return packing.nested(results)
 
@@ -109,7 +116,7 @@ def normalize_dtensors(
     operands, options = request
     input, by_row = operands.input, ("input", "residual")
     refused = {"an 8-bit out_dtype": options.quantization}
-    refused |= {"out": operands.out, "fuse": operands.functors}
+    refused |= {"out": operands.out, "the sum of out": operands.out_sum, "fuse": operands.functors}
     for name, given in refused.items():
         if given is not None:
             raise NotImplementedError(

@@ -15,6 +15,7 @@ from .launch_choice import Launch, checked_launch
 from .options import (
     extents_of,
     names_what_was_removed,
+    pair_of,
     quantization,
     with_checked_options,
 )
@@ -35,7 +36,7 @@ def layer_norm(
     return_residual: bool = False,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | None = None,
+    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -76,8 +77,9 @@ def layer_norm(
     round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that dtype
         has 16 bits, as the norms of Hugging Face's Llama do. Gradients are those of the function
         without that rounding.
-    out: an array for the result: of the input's shape, with contiguous rows, sharing no memory with
-        the inputs.
+    out: an array for y: of the input's shape, with contiguous rows. Or (y, sum), two arrays, of
+        which one may be None. y may be the input and sum the residual, in place; else they share no
+        memory with what is read.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
         float64 holds values of float32, unless the sum is float64 too. With
         "float8_e4m3fn" or "float8_e5m2" the result is a cupynorm.QuantizedTensor: data = y * scale,
@@ -140,6 +142,7 @@ def layer_norm(
     functors = None
     if fuse.__class__ is not tuple or fuse:
         functors = bind_functors(fuse, return_residual, residual)
+    out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
@@ -147,6 +150,7 @@ def layer_norm(
         bias,
         residual,
         out,
+        out_sum,
         scale,
         amax,
         functors,
@@ -177,7 +181,7 @@ def rms_norm(
     return_residual: bool = False,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | None = None,
+    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -206,6 +210,7 @@ def rms_norm(
     functors = None
     if fuse.__class__ is not tuple or fuse:
         functors = bind_functors(fuse, return_residual, residual)
+    out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
     operands = (
         input,
@@ -213,6 +218,7 @@ def rms_norm(
         bias,
         residual,
         out,
+        out_sum,
         scale,
         amax,
         functors,
@@ -242,7 +248,7 @@ def layer_norm_forward(
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | None = None,
+    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -266,8 +272,9 @@ def layer_norm_forward(
     Returns Forward(y, mean, rstd, sum), which says shapes and dtypes.
     Raises as layer_norm.
     """
+    outs = pair_of(out) if isinstance(out, tuple) else (out, None)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, out, scale, amax),
+        *(input, weight, bias, residual, *outs, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(
@@ -294,7 +301,7 @@ def rms_norm_forward(
     residual: Array | None = None,
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
-    out: Array | None = None,
+    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
     scale: Array | str | None = None,
     amax: Array | None = None,
@@ -313,8 +320,9 @@ def rms_norm_forward(
 
     Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
+    outs = pair_of(out) if isinstance(out, tuple) else (out, None)
     operands = ForwardOperands(
-        *(input, weight, bias, residual, out, scale, amax),
+        *(input, weight, bias, residual, *outs, scale, amax),
         bind_functors(fuse),
     )
     options = ForwardOptions(

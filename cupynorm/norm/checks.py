@@ -13,6 +13,7 @@ import numpy as np
 from ..dtypes import DTYPES, FLOAT8S, compute_dtype
 from ..gpu import arrays
 from ..plan.functors import Functors
+from .checked_forward import dtype_or_none
 from .functors import check_shape, with_seeds
 from .options import check_gradients, dtype_name
 from .request import (
@@ -138,47 +139,86 @@ def _check_extents(shape: tuple[int, ...], extents: tuple[int, ...], name: str) 
 
 
 def check_out(request: ForwardRequest) -> None:
-    """After check_forward: out has the input's shape and place, y's dtype, and rows of its own."""
+    """After check_forward: out and out_sum have the input's shape and place, the dtypes of y and
+    the sum, and rows of their own."""
     operands, options = request
-    out, x = operands.out, operands.input
-    if out is None:
-        return
-    if options.quantization is not None:
+    x = operands.input
+    if operands.out_sum is not None and operands.residual is None:
         raise ValueError(
-            f"out was given with out_dtype {options.quantization.dtype}; expected out=None"
+            "out has a sum, and nothing is added to the input; expected one array, or a residual"
         )
-    if not (arrays.is_torch(out) or arrays.is_cupy(out) or isinstance(out, np.ndarray)):
-        raise TypeError(
-            f"out is {arrays.type_in_words(out)}; expected an array of the input's library"
-        )
-    check_same_place(out, x, "out", "input")
-    if tuple(out.shape) != tuple(x.shape):
-        raise ValueError(
-            f"out has shape {tuple(out.shape)}; expected the input's, {tuple(x.shape)}"
-        )
-    if arrays.dtype_name(out) != options.out_dtype:
-        raise TypeError(f"out is of dtype {arrays.dtype_name(out)}; expected {options.out_dtype}")
-    view = arrays.view(out)
-    _check_written(out, "out")
-    rows = arrays.rows(view, len(options.extents))
-    if rows is None or (rows.num_rows > 1 and abs(rows.row_stride) < rows.num_cols):
-        raise ValueError(
-            f"out has strides {view.strides}; expected rows that are contiguous and do not overlap"
-        )
+    for name, out, dtype in (
+        ("out", operands.out, options.out_dtype),
+        ("the sum of out", operands.out_sum, dtype_or_none(operands.residual)),
+    ):
+        if out is None:
+            continue
+        if options.quantization is not None:
+            raise ValueError(
+                f"out was given with out_dtype {options.quantization.dtype}; expected out=None"
+            )
+        if not (arrays.is_torch(out) or arrays.is_cupy(out) or isinstance(out, np.ndarray)):
+            raise TypeError(
+                f"{name} is {arrays.type_in_words(out)}; expected an array of the input's library"
+            )
+        check_same_place(out, x, name, "input")
+        if tuple(out.shape) != tuple(x.shape):
+            raise ValueError(
+                f"{name} has shape {tuple(out.shape)}; expected the input's, {tuple(x.shape)}"
+            )
+        if arrays.dtype_name(out) != dtype:
+            raise TypeError(f"{name} is of dtype {arrays.dtype_name(out)}; expected {dtype}")
+        view = arrays.view(out)
+        _check_written(out, name)
+        rows = arrays.rows(view, len(options.extents))
+        if rows is None or (rows.num_rows > 1 and abs(rows.row_stride) < rows.num_cols):
+            raise ValueError(
+                f"{name} has strides {view.strides}; "
+                "expected rows that are contiguous and do not overlap"
+            )
 
 
 def check_overlap(operands: ForwardOperands) -> None:
-    """out must share no memory with what is read."""
-    low, high = arrays.extent(arrays.view(operands.out))
+    """y shares no memory with what is read, unless it is the input; nor does the sum, unless it is
+    the residual. A functor that reads other columns may read what is written already."""
     names = ("input", "weight", "bias", "residual")
-    others = [(name, getattr(operands, name)) for name in names]
+    read = [(name, getattr(operands, name)) for name in names]
     if operands.functors is not None:
-        others += zip(operands.functors.names(), operands.functors.arrays())
-    for name, other in others:
-        if other is not None:
-            other_low, other_high = arrays.extent(arrays.view(other))
-            if low < other_high and other_low < high:
-                raise ValueError(f"out shares memory with {name}; expected memory of its own")
+        read += zip(operands.functors.names(), operands.functors.arrays())
+    read = [(name, arrays.view(other)) for name, other in read if other is not None]
+    for written, out, own in (
+        ("out", operands.out, "input"),
+        ("the sum of out", operands.out_sum, "residual"),
+    ):
+        if out is None:
+            continue
+        view = arrays.view(out)
+        low, high = arrays.extent(view)
+        for name, other in read:
+            other_low, other_high = arrays.extent(other)
+            if low >= other_high or other_low >= high:
+                continue
+            if name != own or view != other:
+                raise ValueError(
+                    f"{written} shares memory with {name}; expected memory of its own, or exactly "
+                    f"that of the {own}"
+                )
+            if reader := _reader_of_others(operands.functors):
+                raise ValueError(
+                    f"{written} is the {own}, and functor {reader} reads other columns; expected "
+                    "memory of its own"
+                )
+        read.append(("out", view))
+
+
+def _reader_of_others(functors: Functors | None) -> str:
+    """The name of a functor whose lines read other columns; "" if there is none."""
+    names = [
+        each.functor.name
+        for each in (functors.parts if functors else ())
+        if each.functor.reads_others
+    ]
+    return names[0] if names else ""
 
 
 def _take_seed(seed: Array, x: Array, name: str) -> Array:

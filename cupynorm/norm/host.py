@@ -45,6 +45,9 @@ class HostForward(CheckedForward):
             if operands.out is not None:
                 operands.out[...] = y
                 y = operands.out
+        if operands.out_sum is not None:
+            operands.out_sum[...] = added
+            added = operands.out_sum
         compute = compute_dtype(self.sum_dtype).name
         mean, rstd = (
             None if each is None else arrays.from_float64(each, compute, operands.input)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..gpu import arrays
 from ..plan.problem import PATHS, Tile
-from ..plan.strategies import check_choice
+from ..plan.strategies import StatisticsName, StrategyName, check_choice
 from ..plan.tile_checks import check_path
 
 _TILE_FIELDS = tuple(each.name for each in fields(Tile))
@@ -49,9 +49,9 @@ class Launch:
     strategy and for a margin below 0.
     """
 
-    strategy: str | None = None
+    strategy: StrategyName | None = None
     tile: Tile | Mapping[str, Any] | None = None
-    statistics: str | None = None
+    statistics: StatisticsName | None = None
     sm_margin: int | Mapping[str, int] | Margins = 0
 
     def __post_init__(self) -> None:

@@ -103,6 +103,13 @@ def extents_of(normalized_shape: object) -> tuple[int, ...]:
     return tuple(int(extent) for extent in extents)
 
 
+def pair_of(out: tuple) -> tuple:
+    """(y, sum) of an out that is a tuple."""
+    if len(out) != 2:
+        raise ValueError(f"out has {len(out)} arrays; expected one array, or (y, sum)")
+    return out
+
+
 def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
     """One of the four dtypes by name, from a name, a NumPy dtype or a torch dtype.
 

@@ -13,9 +13,8 @@ from ..plan.problem import DIRECTIONS, NORMS, SCALINGS
 from ..plan.product_choice import choose
 from ..plan.products import NormLinearProblem
 from ..plan.strategies import STRATEGIES
-from .plans import plan
-
-_WITHOUT_GPU = "H200"
+from .plans import WITHOUT_GPU, plan
+from .plans import device_of as named_device
 
 
 def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
@@ -35,7 +34,7 @@ def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
     linear = "also say what computes the norm and a linear layer of OUT_FEATURES outputs after it"
     add("--linear", metavar="OUT_FEATURES", type=number, help=linear)
     add = parser.add_argument_group("the device and the choice").add_argument
-    device = f"one of {', '.join(DEVICES)} (this GPU; without one, {_WITHOUT_GPU})"
+    device = f"one of {', '.join(DEVICES)} (this GPU; without one, {WITHOUT_GPU})"
     add("--device", metavar="NAME", help=device)
     add("--strategy", choices=tuple(STRATEGIES), help="by default the width of a row decides")
     add("--sm-margin", type=number, default=0, help="multiprocessors to leave free (0)")
@@ -102,12 +101,11 @@ def device_of(name: str | None, current: Callable[[], Device | None]) -> Device:
     if name is None:
         present = current()
         if present is None:
-            print(f"No GPU was found: planned for an {_WITHOUT_GPU}. --device names another.\n")
-        return present or DEVICES[_WITHOUT_GPU]
-    known = {key.lower(): device for key, device in DEVICES.items()}
-    if name.lower() not in known:
+            print(f"No GPU was found: planned for an {WITHOUT_GPU}. --device names another.\n")
+        return present or DEVICES[WITHOUT_GPU]
+    if name.lower() not in map(str.lower, DEVICES):
         raise ValueError(f"--device is {name}; expected one of {', '.join(DEVICES)}")
-    return known[name.lower()]
+    return named_device(name)
 
 
 def strategy_table(device: Device) -> str:

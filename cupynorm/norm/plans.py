@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
-from ..gpu import arrays, launch
+from ..gpu import arrays, environment, launch
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import Plan, make_plan
-from ..plan.problem import DIRECTIONS, NORMS, SCALINGS, Layout, OperandLayout, Problem, Tile
+from ..plan.problem import (
+    DIRECTIONS,
+    NORMS,
+    SCALINGS,
+    Direction,
+    Layout,
+    NormName,
+    OperandLayout,
+    Problem,
+    Tile,
+)
+from ..plan.strategies import StatisticsName, StrategyName
 from .launch_choice import Launch, planned_with
+
+WITHOUT_GPU = "H200"  # what is planned for where no GPU is present
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def plan(
@@ -18,8 +34,8 @@ def plan(
     num_rows: int = 4096,
     dtype: str = "bfloat16",
     *,
-    norm: str = "layer_norm",
-    direction: str = "forward",
+    norm: NormName = "layer_norm",
+    direction: Direction = "forward",
     device: str | Device | None = None,
     weight_dtype: str | None = "same",
     bias_dtype: str | None = "same",
@@ -29,9 +45,9 @@ def plan(
     residual: bool = False,
     zero_centered_weight: bool = False,
     alignment: int = 256,
-    strategy: str | None = None,
+    strategy: StrategyName | None = None,
     tile: Tile | Mapping[str, int] | None = None,
-    statistics: str | None = None,
+    statistics: StatisticsName | None = None,
     sm_margin: int | Mapping[str, int] = 0,
 ) -> Plan:
     """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Needs no GPU.
@@ -42,7 +58,7 @@ def plan(
         ('block', 'forward_block.cu', 67158016)
 
     num_cols, num_rows: the extents of x.
-    dtype: of x.
+    dtype: of x; a name such as "bfloat16", or "bf16", "fp16", "fp32", "fp64".
     weight_dtype, bias_dtype: the same as dtype unless given; None if absent.
     out_dtype: of y.
     scale: for an out_dtype of 8 bits, "given", "tensor", "row" or "block".
@@ -50,9 +66,11 @@ def plan(
     residual: whether forward adds a residual to x; backward then adds the gradient of the sum.
     norm: "layer_norm" or "rms_norm".
     direction: "forward", or "backward" with all three gradients.
-    device: a name of cupynorm.DEVICES or a Device; None is the current GPU.
+    device: a name of cupynorm.DEVICES or a Device; None is the current GPU. Without one it is an
+        H200, as a warning says.
     alignment: bytes of which every base address is a multiple.
-    strategy, tile, statistics, sm_margin, zero_centered_weight: as for layer_norm.
+    strategy, tile, statistics, sm_margin: as for cupynorm.Launch.
+    zero_centered_weight: as for layer_norm.
 
     Returns a Plan, which prints as a short table. Raises ValueError for unknown names and for a
     strategy or tile that does not fit, TypeError for an extent that is no int.
@@ -65,7 +83,10 @@ def plan(
     _check_int("num_rows", num_rows, 0)
     _check_int("alignment", alignment, 1)
     launch_as = Launch(strategy, tile, statistics, sm_margin)
-    weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
+    dtype, out_dtype = full_name(dtype), full_name(out_dtype)
+    weight, bias = (
+        dtype if name == "same" else full_name(name) for name in (weight_dtype, bias_dtype)
+    )
     y = out_dtype or dtype
     is_quantized = direction == "forward" and y in list(FLOAT8S)
     if direction == "backward" and y in list(FLOAT8S):
@@ -93,7 +114,7 @@ def plan(
             f"amax is recorded with scale {scale!r}; "
             "expected 'given', of a forward whose out_dtype has 8 bits"
         )
-    device = _device_of(device)
+    device = device_of(device)
     tensors = {"y": y, "bias": bias, "residual": bool(residual), "amax": bool(amax)}
     tensors["scaling"] = (scale or "given") if is_quantized else None
     if direction == "backward":
@@ -130,14 +151,29 @@ def _check_int(name: str, given: object, least: int) -> None:
         raise ValueError(f"{name} is {given}; expected an int of {least} or more")
 
 
-def _device_of(device: str | Device | None) -> Device:
-    if device is None:
-        return launch.current_device()
+def full_name(dtype: Any) -> Any:
+    """The name of a dtype that was given in short."""
+    return _SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
+def device_of(device: str | Device | None) -> Device:
+    """A Device, or one by name in any case; None is the current GPU, or an H200 without one.
+
+    Raises ValueError for an unknown name.
+    """
     if isinstance(device, Device):
         return device
-    if device not in list(DEVICES):
+    if device is None:
+        if environment.has_gpu():
+            return launch.current_device()
+        warnings.warn(
+            f"no GPU was found: planned for an {WITHOUT_GPU}; device= names another", stacklevel=3
+        )
+        return DEVICES[WITHOUT_GPU]
+    by_name = {name.lower(): each for name, each in DEVICES.items()}
+    if not isinstance(device, str) or device.lower() not in by_name:
         raise ValueError(
             f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, "
             "or None for the current GPU"
         )
-    return DEVICES[device]
+    return by_name[device.lower()]

@@ -59,7 +59,7 @@ def prepare_forward(
     refused, so its class counts. Other equal values mean the same.
     """
     operands, options = request
-    input, weight, bias, residual, out, scale, amax, functors = operands
+    input, weight, bias, residual, out, out_sum, scale, amax, functors = operands
     layout_key = arrays.library(input).layout_key
     try:
         key = (
@@ -68,6 +68,7 @@ def prepare_forward(
             None if bias is None else layout_key(bias),
             None if residual is None else layout_key(residual),
             None if out is None else layout_key(out),
+            None if out_sum is None else layout_key(out_sum),
             options,
             options.eps.__class__,
             purpose,
@@ -91,7 +92,7 @@ def prepare_forward(
         _check_addresses(operands)
         check_out(checked)
         if purpose is FOR_GRADIENTS:
-            if operands.out is not None:
+            if out is not None or out_sum is not None:
                 raise ValueError(
                     "out was given for tensors that require gradients; "
                     "expected out=None, or torch.no_grad()"
@@ -103,8 +104,10 @@ def prepare_forward(
         else:
             prepared = PreparedForward(checked, purpose)
             keep(forwards, key, prepared)
-    if out is not None:
+    if out is not None or out_sum is not None:
         check_overlap(operands)
+        for each in (out, out_sum):
+            arrays.mark_written(each)
     return prepared, operands
 
 
@@ -167,12 +170,22 @@ class PreparedForward(CheckedForward, OnGpu):
         if operands.out is not None and written["y"]:
             tensors["y"] = rows_of(operands.out, num_dims)[0]
             written["y"] = None  # not made
+        if operands.out_sum is not None and written["sum"]:
+            tensors["sum"] = rows_of(operands.out_sum, num_dims)[0]
+            written["sum"] = None
         if operands.amax is not None:
             tensors["amax"] = parameter_of(operands.amax)[0]
         wants_statistics = purpose is not FOR_Y
         kind = "forward" if wants_statistics else "inference"
         device = launch.device(self.device_index)
         call = forward_call(device, tensors, options, kind, functors)
+        # This strategy reads the residual again after it has written the sum: a run copies the sum.
+        self.copies_sum = operands.out_sum is not None and call.plan.strategy == "uncached"
+        if self.copies_sum:
+            read[read.index("sum")] = "out_sum"
+            written["sum"] = self.sum_dtype
+            tensors["sum"] = arrays.contiguous_rows(shape, num_dims, self.sum_dtype)
+            call = forward_call(device, tensors, options, kind, functors)
         self.plan = call.plan
         self.num_rows, self.num_cols = tensors["x"].num_rows, tensors["x"].num_cols
         makers = self._makers(shape, written, wants_statistics, len(call.launches))
@@ -192,14 +205,16 @@ class PreparedForward(CheckedForward, OnGpu):
         names = [name for name in _READ_FORWARD if getattr(operands, name) is not None]
         layouts = layouts_of(operands, names, ("input", "residual"), num_dims)
         numbers = ["scale"] * (operands.scale is not None)
-        written = [name for name in ("amax", "out") if getattr(operands, name) is not None]
+        written = [
+            name for name in ("amax", "out", "out_sum") if getattr(operands, name) is not None
+        ]
         names += numbers + written
         read = layouts | layouts_of(operands, numbers, (), num_dims)
         OnGpu.__init__(self, operands.input, ForwardOperands._fields, names, read)
         functors = self.read_functors(operands.functors, operands.input, num_dims)
         if operands.functors is not None:
             names += operands.functors.names()
-        in_kernel = {"input": "x", "out": "y"}
+        in_kernel = {"input": "x", "out": "y", "out_sum": "sum"}
         tensors = {in_kernel.get(name, name): rows for name, (rows, _) in layouts.items()}
         return [in_kernel.get(name, name) for name in names], tensors, functors
 
@@ -247,6 +262,9 @@ class PreparedForward(CheckedForward, OnGpu):
                 self.enqueue(tuple(map(library.address, tensors)))
             else:  # no rows, or rows without columns, which have no statistics
                 fill(results[1:3], math.nan)
+            if self.copies_sum:
+                operands.out_sum[...] = results[3]
+                results = (*results[:3], operands.out_sum, *results[4:])
             if self.scale_inv is not None:
                 y = self._quantized(operands, results[0], tensors[self.scale_inv])
                 results = (y, *results[1:])

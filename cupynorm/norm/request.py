@@ -34,13 +34,17 @@ class Quantization(NamedTuple):
 
 
 class ForwardOperands(NamedTuple):
-    """The arrays of a forward; None for what is absent."""
+    """The arrays of a forward; None for what is absent.
+
+    out, out_sum: where y and the sum go. They may be the input and the residual.
+    """
 
     input: Array
     weight: Array | None = None
     bias: Array | None = None
     residual: Array | None = None
     out: Array | None = None
+    out_sum: Array | None = None
     scale: Array | None = None
     amax: Array | None = None
     functors: Functors | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ..dtypes import DTYPES, ELEMENTS
 from .functors import Fused
@@ -19,7 +19,8 @@ PATHS_OF_STRATEGY = {
     "cluster": ("registers", "smem", "ring"),
     "uncached": ("uncached",),
 }
-PATHS = ("registers", "smem", "ring", "bundle", "uncached")
+PathName = Literal["registers", "smem", "ring", "bundle", "uncached"]
+PATHS = get_args(PathName)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Tile:
     stages: int = 0
     bundle: int = 0
     early: int = 0
-    path: str | None = field(default=None, compare=False)
+    path: PathName | None = field(default=None, compare=False)
 
     @property
     def block_size(self) -> int:
@@ -136,8 +137,9 @@ class Tile:
 _FUSED = ("residual", "dsum", "input", "dresidual", "round_x_hat")
 _FUSED += ("recomputed", "amax", "load", "store")
 
-DIRECTIONS = ("forward", "backward")
-NORMS = ("layer_norm", "rms_norm")
+Direction = Literal["forward", "backward"]
+NormName = Literal["layer_norm", "rms_norm"]
+DIRECTIONS, NORMS = get_args(Direction), get_args(NormName)
 # Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from .abilities import streamed
 from .devices import Device
@@ -152,7 +153,9 @@ Examples:
     uncached: nowhere: it is read again
 """
 
-STATISTICS = ("two_pass", "welford")
+StrategyName = Literal["warp", "block", "cluster", "uncached"]
+StatisticsName = Literal["two_pass", "welford"]
+STATISTICS = get_args(StatisticsName)
 
 
 def check_choice(strategy: str | None, statistics: str | None) -> None:

@@ -56,6 +56,32 @@ def test_shipped_functors(name, on):
     assert {"y", "dx", *(f"d{array}" for array in names)} <= tensors
 
 
+def shifted(x, s, seed):
+    return x * s + seed % 7
+
+
+def test_seeds_and_arrays_per_row():
+    """In kernels that have the seed, and in a reference that is given it too."""
+    own = cupynorm.functor(
+        "shifted",
+        "x = x * s + C(seed % 7);",
+        arrays=("s",),
+        per_row=("s",),
+        seeds=("seed",),
+        backward="ds = dx * x; dx = dx * s;",
+        reference=shifted,
+    )
+    for given in (own, own("rows", 2**40 + 3)):
+        result = cupynorm.check(fuse=given, shapes=[(3, 16)], on="cpu")
+        assert result.ok, f"\n{result}"
+    wrong = replace(own, reference=lambda x, s, seed: shifted(x, s, seed + 1))
+    assert "mean" in off(wrong)
+    with pytest.raises(
+        ValueError, match="shifted.s is 'cols'; expected one of rows, or a function"
+    ):
+        cupynorm.check(fuse=own("cols", 3), on="cpu")
+
+
 def test_a_result_that_overflows_its_dtype_is_right():
     functor = cupynorm.functor("large", "y = y * C(1e5);", reference=lambda y: y * 1e5)
     result = cupynorm.check(fuse=functor, shapes=[(3, 8)], dtypes=["float16"], on="cpu")

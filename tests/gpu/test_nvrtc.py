@@ -234,7 +234,8 @@ print(json.dumps({
         pytest.approx([value / 3.5**0.5 for value in (-2, -1, 0, 3)], rel=1e-15, abs=0)
     ]
     assert found["dbias"] == [1.0, 2.0, 3.0, 6.0]
-    for call in ("layer_norm", "rms_norm_forward", "backward", "plan", "compile_for"):
+    assert found["plan"][0] == "returned"  # it is for an H200
+    for call in ("layer_norm", "rms_norm_forward", "backward", "compile_for"):
         kind, message = found[call]
         assert kind == "cupynorm.gpu.nvrtc.MissingLibraryError", (call, kind, message)
         assert (

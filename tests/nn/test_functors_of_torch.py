@@ -172,6 +172,12 @@ def test_seeds_and_an_input_that_backward_does_not_read():
     assert torch.isfinite(compiled(x, residual, None)).all()
 
 
+def test_no_rows_by_torch():
+    x, scale = torch.ones(0, 2, 8), torch.ones(0, 2)
+    call = torch.func.vmap(lambda x, s: cupynorm.layer_norm(x, 8, fuse=NOISY(s, 3)), 1, 1)
+    assert call(x, scale).shape == x.shape
+
+
 def test_the_gradient_of_an_array_per_row():
     times = cupynorm.functor(
         "times",

@@ -89,6 +89,22 @@ def test_options_have_their_sequences_too(where):
     assert_same(added.values(), expected[1])
 
 
+def test_arrays_of_functors_have_their_sequences_too(where):
+    input = jagged(sequences(where, COLS))
+    gate = like(input, torch.randn(sum(LENGTHS), COLS, device=where)).requires_grad_()
+    scale = torch.rand(COLS, device=where)
+    silu, by_cols = cupynorm.functors.silu_gate, cupynorm.functors.layer_scale(scale)
+    y = cupynorm.layer_norm(input, COLS, fuse=(silu(gate), by_cols))
+    assert_same(
+        y.values(),
+        cupynorm.layer_norm(input.values(), COLS, fuse=(silu(gate.values()), by_cols)),
+    )
+    (of_gate,) = torch.autograd.grad(y.values().sum(), gate)
+    assert of_gate.shape == gate.shape
+    with pytest.raises(ValueError, match=r"silu_gate\.gate has offsets of its own"):
+        cupynorm.layer_norm(input, COLS, fuse=silu(jagged(sequences(where, COLS))))
+
+
 def test_heads_may_come_before_the_sequence(where):
     input = jagged(sequences(where, 4, COLS)).transpose(1, 2)
     y = cupynorm.layer_norm(input, COLS)

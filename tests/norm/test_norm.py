@@ -288,6 +288,57 @@ def test_out_is_written_and_returned(name):
     assert forward.y is out
 
 
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("norm_name", NORMS)
+def test_the_input_and_the_residual_are_updated_in_place(norm_name, name):
+    """One plain call, as serving engines make it, also of rows inside wider rows."""
+    lib = library(name)
+    problem = random_problem(Case(norm_name, 5, 40, "float32", residual=True))
+    weight = lib.put(problem.weight, "float32")
+    given = [np.full((5, 96), 7.0) for _ in range(2)]
+    given[0][:, 24:64], given[1][:, 24:64] = problem.x, problem.residual
+    norm, forward = getattr(cupynorm, norm_name), api(norm_name, "forward")
+    right = [
+        lib.get(each)
+        for each in norm(
+            lib.put(problem.x, "float32"),
+            40,
+            weight,
+            residual=lib.put(problem.residual, "float32"),
+            return_residual=True,
+        )
+    ]
+    for call in (norm, forward):
+        wide = [lib.put(each, "float32") for each in given]
+        x, residual = (each[:, 24:64] for each in wide)
+        made = call(x, 40, weight, residual=residual, out=(x, residual))
+        assert made is x if call is norm else (made.y is x and made.sum is residual)
+        for each, values in zip(wide, right):
+            assert (lib.get(each)[:, 24:64] == values).all()
+            assert (lib.get(each)[:, :24] == 7).all() and (lib.get(each)[:, 64:] == 7).all()
+    x, new_sum = lib.put(problem.x, "float32"), lib.put(np.zeros((5, 40)), "float32")
+    residual = lib.put(problem.residual, "float32")
+    y, added = norm(x, 40, weight, residual=residual, return_residual=True, out=(None, new_sum))
+    assert added is new_sum and y is not x and (lib.get(new_sum) == right[1]).all()
+    assert (lib.get(y) == right[0]).all() and (
+        lib.get(x) == lib.get(lib.put(problem.x, "float32"))
+    ).all()
+    y = norm(new_sum, 40, weight, out=new_sum)
+    assert y is new_sum and (lib.get(y) == right[0]).all()
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_autograd_refuses_what_was_saved_of_a_tensor_that_changed_in_place(name):
+    torch, lib = loaded_torch(), library(name)
+    x = lib.put(np.ones((2, 8)), "float32")
+    weight = lib.put(np.ones(8), "float32").requires_grad_()
+    product = x * weight
+    with torch.no_grad():
+        cupynorm.rms_norm(x, 8, out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 # torch.autograd.
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from array_libraries import api, loaded_torch, ones
@@ -220,6 +222,63 @@ def test_out_that_shares_memory_with_an_argument_is_refused(shared):
     assert cupynorm.layer_norm(**given, normalized_shape=40, out=memory[:4]).base is not None
 
 
+SHARED = [
+    (ValueError, "out has 3 arrays; expected one array, or (y, sum)", {"out": (None, None, None)}),
+    (
+        ValueError,
+        "out has a sum, and nothing is added to the input; expected one array, or a residual",
+        {"out": (None, "x")},
+    ),
+    (
+        ValueError,
+        "out shares memory with residual; expected memory of its own, or exactly that of the input",
+        {"residual": "residual", "out": ("residual", "x")},
+    ),
+    (
+        ValueError,
+        "the sum of out shares memory with out; expected memory of its own, or exactly that of the "
+        "residual",
+        {"residual": "residual", "out": ("new", "new")},
+    ),
+    (
+        ValueError,
+        "the sum of out has shape (4, 39); expected the input's, (4, 40)",
+        {"residual": "residual", "out": (None, np.ones((4, 39), "float32"))},
+    ),
+    (
+        TypeError,
+        "the sum of out is of dtype float64; expected float32",
+        {"residual": "residual", "out": (None, np.ones((4, 40)))},
+    ),
+    (
+        ValueError,
+        "out was given with out_dtype float8_e4m3fn; expected out=None",
+        {"out_dtype": "float8_e4m3fn", "out": "x"},
+    ),
+    (
+        ValueError,
+        "out is the input, and functor rotary reads other columns; expected memory of its own",
+        {"fuse": "rotary", "out": "x"},
+    ),
+]
+
+
+@pytest.mark.parametrize("error, sentence, options", SHARED, ids=words)
+def test_an_out_that_cannot_be_in_place_is_refused(error, sentence, options):
+    given = {name: np.ones((4, 40), "float32") for name in ("x", "residual", "new")}
+    angles = np.zeros((4, 40), "float32")
+    given["rotary"] = cupynorm.functors.rotary(cos=angles, sin=angles)
+
+    def put(value):
+        if isinstance(value, tuple):
+            return tuple(map(put, value))
+        return given.get(value, value) if isinstance(value, str) else value
+
+    with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
+        cupynorm.layer_norm(given["x"], 40, **{key: put(each) for key, each in options.items()})
+    assert all((given[name] == 1).all() for name in ("x", "residual", "new"))
+
+
 def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
     torch = loaded_torch()
     with pytest.raises(
@@ -235,6 +294,8 @@ def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
         "expected out=None, or torch.no_grad",
     ):
         cupynorm.layer_norm(x, 40, out=out)
+    with pytest.raises(ValueError, match="out was given for tensors that require gradients"):
+        cupynorm.layer_norm(x, 40, residual=out, out=(None, out))
     assert (out == 1).all()
 
 

@@ -23,7 +23,7 @@ def test_wrong_arguments_are_refused_on_a_gpu(name):
         (ValueError, "tile has pack_size 3", {"launch": Launch("warp", Tile(3, 32, 1, 4))}),
         (ValueError, "sm_margin is 100000", {"launch": Launch(sm_margin=100000)}),
         (ValueError, "weight is a NumPy array, input is a", {"weight": np.ones(40, "float32")}),
-        (ValueError, "out shares memory with input", {"out": x}),
+        (ValueError, "out shares memory with residual", {"residual": x, "out": x}),
     ]
     for error, sentence, options in refused:
         with pytest.raises(error, match=sentence):

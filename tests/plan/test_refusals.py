@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from plan_problems import problem_of
 
+import cupynorm
+from cupynorm.gpu import environment
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose, widest
@@ -205,7 +207,7 @@ def test_unknown_and_incomplete_choices():
             {"dtype": "int8"},
         ),
         (r"dtype is 'int8'; expected one of", {"weight_dtype": "int8"}),
-        (r"dtype is 'fp16'; expected one of", {"bias_dtype": "fp16"}),
+        (r"dtype is 'half'; expected one of", {"bias_dtype": "half"}),
         (r"dtype is 'half'; expected one of", {"out_dtype": "half"}),
         (
             r"device is 'Voodoo2'; expected one of A100, .*B200.*, a Device, or None",
@@ -224,6 +226,21 @@ def test_unknown_and_incomplete_choices():
 def test_arguments_that_plan_refuses(message, options):
     with pytest.raises((ValueError, TypeError), match=message):
         plan(**({"num_cols": 768, "device": "H200"} | options))
+
+
+def test_a_plan_takes_short_names():
+    given = plan(768, 8, "bf16", weight_dtype="fp32", out_dtype="fp16", device="h200")
+    right = plan(768, 8, "bfloat16", weight_dtype="float32", out_dtype="float16", device="H200")
+    assert given == right and plan(768, dtype="fp64", device="A100").problem.x == "float64"
+    explained = cupynorm.explain(64, dtype="bf16", device="a100")
+    assert explained.plan == plan(64, device="A100")
+
+
+def test_a_plan_without_a_gpu_and_a_device_is_for_an_h200(monkeypatch):
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    for function in (plan, lambda num_cols: cupynorm.explain(num_cols).plan):
+        with pytest.warns(UserWarning, match="^no GPU was found: planned for an H200; device= nam"):
+            assert function(768) == plan(768, device="H200")
 
 
 def test_a_plan_takes_tile_and_margin_as_layer_norm_does():
