@@ -142,7 +142,7 @@ def test_the_version_is_the_same_everywhere():
     for name, line in (
         ("pyproject.toml", rf'^version = "{version}"$'),
         ("CITATION.cff", rf"^version: {version}$"),
-        ("CHANGELOG.md", rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$"),
+        ("CHANGELOG.md", rf"^## \[{version}\] - (\d{{4}}-\d\d-\d\d|unreleased)$"),
     ):
         assert re.search(line, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE), name
 

@@ -116,88 +116,51 @@ def layer_norm(
     residual: Array | None = None,
     return_residual: bool = False,
     zero_centered_weight: bool = False,
-    out_dtype: Any = None,
-    out: Array | Outs | None = None,
     round_x_hat: bool = False,
+    out: Array | Outs | None = None,
+    out_dtype: Any = None,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Any:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
 
-    y = (x - mean) / sqrt(var + eps) * weight + bias; cupynorm.reference.layer_norm has the formula
-    and its gradients.
+    y = (x - mean) / sqrt(var + eps) * weight + bias; gradients: cupynorm.reference.layer_norm.
 
     Examples:
-        >>> x = np.array([[1.0, 2.0, 3.0, 6.0]])
+        >>> x = np.array([[1.0, 2.0, 3.0, 6.0]])  # or a CuPy array
         >>> cupynorm.layer_norm(x, 4).round(3)
         array([[-1.069, -0.535,  0.   ,  1.604]])
+        >>> t = torch.tensor([[1.0, 2.0, 3.0, 6.0]], requires_grad=True)
+        >>> cupynorm.layer_norm(t, 4)[0, 3].backward()
+        >>> t.grad.numpy().round(3)
+        array([[ 0.095, -0.019, -0.134,  0.057]], dtype=float32)
 
-    input: shape (..., *normalized_shape); float16, bfloat16, float32 or float64. A CuPy array, a
-        torch tensor, a NumPy array or any object with __dlpack__. Any strides: contiguous rows are
-        read in place, others are copied first.
+    input: shape (..., *normalized_shape), of float16, bfloat16, float32 or float64, in any strides.
+        A CuPy array, a torch tensor, a NumPy array or any object with __dlpack__.
     normalized_shape: an int or the trailing shape to normalise over.
-    weight, bias: shape normalized_shape, each optional, of any of the four dtypes, on the input's
-        device.
-    eps: added to the variance. It may be 0 or negative; a row whose variance does not exceed -eps
-        is then Inf or NaN, as in float64.
-
-    Residual:
-
-    residual: of the input's shape, of any of the four dtypes: a residual stream can stay in float32
-        beside 16-bit inputs. input + residual is normalised, rounded once to the residual's dtype.
-        Each gradient has its tensor's dtype.
-    return_residual: also return that sum, for pre-norm blocks.
-
-    Parameters and outputs:
-
+    weight, bias: shape normalized_shape, of any of the four dtypes; None: left out.
+    eps: added to the variance.
+    residual: of the input's shape and any of the four dtypes. What is normalised is input +
+        residual, rounded once to the residual's dtype.
+    return_residual: also return that sum.
     zero_centered_weight: multiply by 1 + weight.
-    round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that dtype
-        has 16 bits, as the norms of Hugging Face's Llama do. Gradients are those of the function
-        without that rounding.
-    out: an array for y: of the input's shape, with contiguous rows. Or (y, sum), two arrays, of
-        which one may be None. y may be the input and sum the residual, in place; else they share no
-        memory with what is read.
-    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
-        float64 holds values of float32, unless the sum is float64 too. Or a
-        cupynorm.Quantize, or the name of its dtype: the result is then a cupynorm.QuantizedTensor.
-        Gradients flow through its dequantize(), as if nothing had been rounded. out goes not with
-        it.
+    round_x_hat: round x_hat to a 16-bit input's dtype before the weight multiplies it, as Hugging
+        Face's Llama does. Gradients are those without that rounding.
+    out: an array for y, or (y, sum), of the input's shape with contiguous rows. y may be the input
+        and sum the residual, in place. Else they share no memory with what is read.
+    out_dtype: dtype of y, by default the input's. With a cupynorm.Quantize (or the name of its
+        dtype) y is a cupynorm.QuantizedTensor, whose dequantize() gradients flow through.
+    fuse: a functor, or a tuple of them in their order (cupynorm.functors, cupynorm.functor). Those
+        on x apply before the residual is added, those on y before y is rounded.
+    launch: a cupynorm.Launch. None: the width of a row decides.
 
-    fuse: functors (cupynorm.functors, cupynorm.functor; docs/functors.md) in a tuple, or one alone.
-        Those on x apply to the input in their order, before the residual is added. Their result is
-        normalised as it is, in the compute type, unless a residual makes a sum, which is rounded.
-        Those on y apply after weight and bias, before y is rounded. return_residual then needs a
-        residual. Those on y do not go with round_x_hat.
+    Returns y of the input's shape in the input's library (CuPy for __dlpack__), or (y, sum). A
+    torch tensor is differentiable in input, weight, bias, residual and arrays of functors.
+    Arithmetic is in float32 (float64 where the sum is) with one rounding. On the CPU it is the
+    float64 reference. docs/calls.md has more on dtypes, autograd, DTensors and special values.
 
-    How it is computed; none of these changes a result beyond rounding:
-
-    launch: a cupynorm.Launch: strategy, tile, statistics, sm_margin. By default the width of a row
-        decides. On the CPU it does not apply.
-
-    Returns y of the input's shape in the input's library, or (y, sum) with return_residual. A CuPy
-    array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
-    in input, weight, bias and residual. NumPy arrays and CPU tensors are computed by the float64
-    reference and rounded once (differentiable for torch). What torch compiles, exports, transforms
-    or differentiates twice is computed by its own operations, without out. Under
-    CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
-
-    Arithmetic is in float32 (float64 for a float64 sum, which is the input without a residual) with
-    one rounding at the end.
-    Other operands are converted to that when they are read, also a float64 weight beside a 16-bit
-    input. float32 values below 2^-126 may count as 0. A row's result does not depend on other rows
-    and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. If the squared
-    deviations of a float32 or bfloat16 row sum beyond 3.4e38 (values of about 1.8e19 and more), its
-    variance is infinite in float32: rstd is 0 and y is bias. A row whose values themselves sum
-    beyond 3.4e38 is NaN or bias.
-
-    For a torch DTensor y is placed as the input; so is residual, also a DTensor. weight and bias
-    are DTensors, or plain tensors that are the same on every rank. Rows that are split between
-    ranks are gathered first, and y is whole on each rank. out, an 8-bit out_dtype and fuse take no
-    DTensor.
-
-    Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
-    options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
-    is not installed.
+    Raises ValueError or TypeError, before anything is launched, for arguments that do not fit;
+    cupynorm.MissingLibraryError for an input on a GPU without CuPy or NVRTC.
     """
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     functors = None
@@ -301,9 +264,9 @@ def rms_norm(
     residual: Array | None = None,
     return_residual: bool = False,
     zero_centered_weight: bool = False,
-    out_dtype: Any = None,
-    out: Array | Outs | None = None,
     round_x_hat: bool = False,
+    out: Array | Outs | None = None,
+    out_dtype: Any = None,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Any:
@@ -318,11 +281,8 @@ def rms_norm(
     eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64), as
         torch.nn.functional.rms_norm.
 
-    All other arguments, with their shapes and dtypes, as for layer_norm. Returns y, or a tuple that
-    begins with it, as layer_norm, and raises as it.
-
-    A row that holds NaN is NaN. A row that holds Inf is NaN there and 0 * weight elsewhere, as in
-    float64; so is, elsewhere too, a row whose squares sum beyond 3.4e38.
+    All other arguments, with their shapes and dtypes, as for layer_norm. Returns y, or (y, sum), as
+    layer_norm, and raises as it.
     """
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     functors = None
@@ -365,9 +325,9 @@ def layer_norm_forward(
     *,
     residual: Array | None = None,
     zero_centered_weight: bool = False,
-    out_dtype: Any = None,
-    out: Array | Outs | None = None,
     round_x_hat: bool = False,
+    out: Array | Outs | None = None,
+    out_dtype: Any = None,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Forward:
@@ -415,9 +375,9 @@ def rms_norm_forward(
     bias: Array | None = None,
     residual: Array | None = None,
     zero_centered_weight: bool = False,
-    out_dtype: Any = None,
-    out: Array | Outs | None = None,
     round_x_hat: bool = False,
+    out: Array | Outs | None = None,
+    out_dtype: Any = None,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Forward:
