@@ -16,6 +16,7 @@
 template <class Load, class Store>
 struct Forward {
   using Compute = typename Load::Compute;
+  using Stored = Store;
 
   Load load;
   Store store;
@@ -56,7 +57,7 @@ struct Forward {
                                         const Next& next = {}) const {
     save(row, mean_rstd, saves && present);
     if constexpr (Store::quantizes) {
-      write_quantized<centered>(store, row, values_of_row, mean_rstd, reduce, saves && present,
+      write_quantized<centered>(*this, row, values_of_row, mean_rstd, reduce, saves && present,
                                 carried, present, next);
     } else if (present) {
       values_of_row.for_each_pack_with(
@@ -77,7 +78,9 @@ struct Forward {
                                              const RowStatistics<Compute>& mean_rstd,
                                              Carried& carried) const {
     if constexpr (Store::quantizes) {
-      store.store(row, col, normalized, kept, present, carried);
+      Compute y_values[pack_size];
+      result<centered>(row, col, normalized, kept, present, mean_rstd, y_values);
+      store.store(row, col, y_values, present, carried);
     } else if constexpr (has_functor<Store>) {
       Compute y_values[pack_size];
       store.affine(normalized, kept, y_values);
@@ -85,6 +88,17 @@ struct Forward {
                    other_y<centered>(row, mean_rstd), present);
     } else {
       store.store(row, col, normalized, kept, present);
+    }
+  }
+  // A pack of y in the compute type, after a user's functor if there is one.
+  template <bool centered, int pack_size, class Kept>
+  __device__ __forceinline__ void result(long long row, long long col,
+                                         const Compute (&normalized)[pack_size], const Kept& kept,
+                                         bool present, const RowStatistics<Compute>& mean_rstd,
+                                         Compute (&y_values)[pack_size]) const {
+    store.affine(normalized, kept, y_values);
+    if constexpr (has_functor<Store>) {  // its arrays have no row or column beyond the last one
+      if (present) store.functor.apply(row, col, y_values, other_y<centered>(row, mean_rstd));
     }
   }
   template <bool centered>
@@ -103,6 +117,6 @@ struct Forward {
 
   template <class Carried>
   __device__ __forceinline__ void finish(const Carried& carried) const {
-    if constexpr (Store::quantizes) store.finish(carried);
+    if constexpr (Store::quantizes) store.raise(carried);
   }
 };

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .norm.api import rms_norm_forward as rms_norm_forward
     from .norm.backward import layer_norm_backward as layer_norm_backward
     from .norm.backward import rms_norm_backward as rms_norm_backward
+    from .norm.eight_bits import Quantize as Quantize
     from .norm.launch_choice import Launch as Launch
     from .norm.plans import plan as plan
     from .norm.quantized_tensor import QuantizedTensor as QuantizedTensor
@@ -61,7 +62,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .plan.problem import Tile as Tile
     from .plan.strategies import STRATEGIES as STRATEGIES
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # reference/ and cuda_src/ are beside the package in a checkout, and inside an installed package.
 if not (Path(__file__).parent / "reference").is_dir():
@@ -72,6 +73,7 @@ _WITHOUT_TORCH = {
     "norm.api": "layer_norm rms_norm layer_norm_forward rms_norm_forward",
     "norm.backward": "layer_norm_backward rms_norm_backward",
     "norm.results": "Forward Backward FusedBackward",
+    "norm.eight_bits": "Quantize",
     "norm.launch_choice": "Launch",
     "norm.plans": "plan",
     "norm.quantized_tensor": "QuantizedTensor",

@@ -1,7 +1,7 @@
 """The element types of inputs and outputs, and exact conversion to and from float64 on the host.
 
-DTYPES has the types of x, y, weight and bias, FLOAT8S the 8-bit types that y may also have.
-NumPy has no bfloat16, so `encode` and `decode` use uint16 bit patterns for it.
+DTYPES has the types of x, y, weight and bias. EIGHT_BITS has those that y may also have, of which
+FLOAT8S are floats. NumPy has no bfloat16, so `encode` and `decode` use uint16 bit patterns for it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ FLOAT8S = {
         DType("float8_e5m2", "__nv_fp8_e5m2", 1, "float32", (12, 8), 3, 2.0**-16, 57344.0),
     )
 }
-ELEMENTS = DTYPES | FLOAT8S
+EIGHT_BITS = FLOAT8S | {
+    "int8": DType("int8", "signed char", 1, "float32", (0, 8), 8, 1.0, 127.0),
+}
+ELEMENTS = DTYPES | EIGHT_BITS
 
 
 def compute_dtype(name: str) -> DType:

@@ -144,9 +144,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
 
         @staticmethod
         def allocator(shape, dtype):
-            return partial(
-                torch.full, shape, float("nan") if dtype.is_floating_point else 0xFE, dtype=dtype
-            )
+            poison = float("nan") if dtype.is_floating_point else -2 if dtype.is_signed else 0xFE
+            return partial(torch.full, shape, poison, dtype=dtype)
 
     class Loaded:
         def __init__(self, planned, device_index):

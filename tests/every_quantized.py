@@ -1,4 +1,4 @@
-"""Norms with y in 8-bit floats, for every_kernel.py: problems, and how they run."""
+"""Norms with y in 8 bits, for every_kernel.py: problems, and how they run."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def quantized_cases() -> list[tuple[Case, How]]:
         }
         dropped = Case("layer_norm", 9, 512, "bfloat16", strategy=strategy, **options)
         every += [(dropped, How(E4M3, scaling)) for scaling in ("given", "tensor", "block")]
+        whole = Case("rms_norm", 5, 512, "bfloat16", strategy=strategy)
+        every += [
+            (whole, How("int8", "row", upper_bound=2.0)),
+            (whole, How("int8", "given", divides=True)),
+            (whole, How(E4M3, "block64", layout="column")),
+            (whole, How(E4M3, "block", power_of_two=True, layout="packed")),
+        ]
     # Rows in the shared memory of a block, or a cluster.
     for cluster_size in (1, 2):
         strategy = "block" if cluster_size == 1 else "cluster"

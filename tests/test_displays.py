@@ -68,7 +68,7 @@ def test_a_benchmark_has_a_picture_for_each_kind_of_cell():
 def test_a_quantized_tensor_shows_how_its_range_is_used():
     x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     x[0, :16] = 0
-    y = cupynorm.rms_norm(x, 256, out_dtype="float8_e4m3fn", scale="tensor")
+    y = cupynorm.rms_norm(x, 256, out_dtype=cupynorm.Quantize("float8_e4m3fn", "tensor"))
     made = y._repr_html_()
     assert "64 x 256" in made and "float8_e4m3fn" in made
     largest = int((y.data & 0x7F == 0x7E).sum())

@@ -1,4 +1,4 @@
-// float8.cuh -- 8-bit floats: formats, and conversion that saturates and rounds to nearest even
+// float8.cuh -- 8 bits: formats, and conversion that saturates and rounds to nearest even
 #pragma once
 #include <cuda_fp8.h>
 
@@ -15,6 +15,10 @@ template <>
 struct FormatOf<__nv_fp8_e5m2> {
   static constexpr __nv_fp8_interpretation_t format = __NV_E5M2;
   static constexpr float largest = 57344.0f;
+};
+template <>
+struct FormatOf<signed char> {
+  static constexpr float largest = 127.0f;
 };
 
 template <class Float8, int size>
@@ -52,4 +56,28 @@ __device__ __forceinline__ Pack<Float8, size> repack_fp8(const double (&values)[
     pack.word[at / word_bytes] |= static_cast<Word>(bits << at % word_bytes * 8);
   }
   return pack;
+}
+
+// An integer of 32 bits, saturated; 0 of a NaN.
+__device__ __forceinline__ int integer_of(float value) { return __float2int_rn(value); }
+__device__ __forceinline__ int integer_of(double value) {
+  return value == value ? __double2int_rn(value) : 0;
+}
+// Y: an 8-bit float, or signed char.
+template <class Y, int size, class Compute>
+__device__ __forceinline__ Pack<Y, size> repack_8_bits(const Compute (&values)[size]) {
+  if constexpr (is_same<Y, signed char>) {
+    using Word = typename Pack<Y, size>::Word;
+    constexpr int word_bytes = sizeof(Word);
+    Pack<Y, size> pack{};
+#pragma unroll
+    for (int at = 0; at < size; ++at) {
+      const int rounded = min(max(integer_of(values[at]), -128), 127);
+      pack.word[at / word_bytes] |=
+          static_cast<Word>(static_cast<unsigned>(rounded & 0xff) << at % word_bytes * 8);
+    }
+    return pack;
+  } else {
+    return repack_fp8<Y>(values);
+  }
 }

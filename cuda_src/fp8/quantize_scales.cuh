@@ -13,7 +13,7 @@
 template <class AffineStore, Scaling scaling, Step step>
 struct QuantizeScales : AffineStore {
   static constexpr bool quantizes = true;
-  static constexpr bool has_blocks = scaling == Scaling::block;
+  static constexpr bool has_blocks = scaling == Scaling::block || scaling == Scaling::block64;
   // Whether the scales of a row are found before any of it is written.
   static constexpr bool measures_rows =
       scaling == Scaling::row || (has_blocks && step == Step::all);
@@ -25,7 +25,7 @@ struct QuantizeScales : AffineStore {
   float* scale_inv;    // one, or [num_rows, parts]
   // Bits of floats. given: one, raised to the largest |y|. Else: those that a first launch finds.
   unsigned* amax;
-  long long parts;  // scales of a row
+  ScalePlaces places;
   ScaleRule rule;
 
   // What a thread carries from row to row: the scale of the tensor or of the row; the largest |y|.
@@ -38,7 +38,7 @@ struct QuantizeScales : AffineStore {
 
   __device__ __forceinline__ Carried start() const {
     Carried carried;
-    if constexpr (scaling == Scaling::given) carried.factor = scale == nullptr ? 1.0f : *scale;
+    if constexpr (scaling == Scaling::given) carried.factor = rule.given_scale(scale);
     if constexpr (scaling == Scaling::tensor && step == Step::write) {
       carried.factor = rule.scale_of(*amax, largest_finite);
     }
@@ -69,12 +69,12 @@ struct QuantizeScales : AffineStore {
     for (int at = 0; at < Blocks::own; ++at) {
       const int index = Blocks::first_own() + at;
       const long long part =
-          values_of_row.col_of(index * RowScales::packs_per_scale) / cols_of_block;
+          values_of_row.col_of(index * RowScales::packs_per_scale) / cols_of_block<scaling>;
       const float scale = rule.scale_of(scales.largest.values[at].bits(), largest_finite);
       scales.factors[at] = scale;
-      const bool is_first =
-          present && Blocks::is_first_holder() && index < RowScales::num_scales && part < parts;
-      if (is_first) scale_inv[row * parts + part] = inverse_of(scale);
+      const bool is_first = present && Blocks::is_first_holder() && index < RowScales::num_scales &&
+                            part < places.parts;
+      if (is_first) places.save(scale_inv, row, part, inverse_of(scale));
     }
   }
   // The scale of a row. amax_bits: of all threads that share the row.
@@ -85,13 +85,12 @@ struct QuantizeScales : AffineStore {
     return scale;
   }
   // Called by all lanes of a warp after their last row.
-  __device__ __forceinline__ void finish(const Carried& carried) const {
+  __device__ __forceinline__ void raise(const Carried& carried) const {
     if constexpr (raises) raise_amax(amax, warp_reduce<32>(carried.largest).bits());
   }
   // Called by one thread of the grid: writes the scale of the tensor.
   __device__ __forceinline__ void save_scale() const {
-    if constexpr (scaling == Scaling::given)
-      *scale_inv = inverse_of_any(scale == nullptr ? 1.0f : *scale);
+    if constexpr (scaling == Scaling::given) *scale_inv = rule.given_scale_inv(scale);
     if constexpr (scaling == Scaling::tensor && step == Step::write) {
       *scale_inv = inverse_of(rule.scale_of(*amax, largest_finite));
     }

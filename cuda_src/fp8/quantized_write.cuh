@@ -2,7 +2,7 @@
 //
 // If the scales depend on the row itself, y is computed before they are known. If a thread has the
 // registers, it keeps y until then and computes it once. Otherwise it computes y twice: to find the
-// scales, then to write. `store` is a QuantizeStore.
+// scales, then to write. The store of the call is a QuantizeStore.
 #pragma once
 #include "amax.cuh"
 #include "early_parameters.cuh"
@@ -41,32 +41,35 @@ constexpr bool fetches_ahead = [] {
 }();
 
 // f(col, y_values, in_row) for each pack: y in the compute type, before it is scaled.
-template <bool centered, class Store, class Row, class Compute, class F>
-__device__ __forceinline__ void for_each_result(const Store& store, Row& values_of_row,
-                                                const RowStatistics<Compute>& statistics, F f) {
+template <bool centered, class Call, class Row, class Compute, class F>
+__device__ __forceinline__ void for_each_result(const Call& call, long long row, Row& values_of_row,
+                                                const RowStatistics<Compute>& statistics,
+                                                bool present, F f) {
   values_of_row.for_each_pack_with(
-      LateParameters{}.loads_for(values_of_row, store),
+      LateParameters{}.loads_for(values_of_row, call.store),
       [&](long long col, const auto& values, bool in_row, const auto& kept) {
         Compute normalized[Row::pack_size], y_values[Row::pack_size];
         statistics.template normalize<centered>(values, normalized);
-        store.affine(normalized, kept, y_values);
+        call.template result<centered>(row, col, normalized, kept, in_row && present, statistics,
+                                       y_values);
         f(col, y_values, in_row);
       });
 }
 
 // The arguments are those of Forward::write.
-template <bool centered, class Store, class Row, class Compute, class Reduce, class Carried,
+template <bool centered, class Call, class Row, class Compute, class Reduce, class Carried,
           class Next>
-__device__ __forceinline__ void write_quantized(const Store& store, long long row,
-                                                Row& values_of_row,
+__device__ __forceinline__ void write_quantized(const Call& call, long long row, Row& values_of_row,
                                                 const RowStatistics<Compute>& statistics,
                                                 Reduce& reduce, bool saves, Carried& carried,
                                                 bool present, const Next& next) {
+  const auto& store = call.store;
+  using Store = typename Call::Stored;
   if constexpr (keeps_results<Store, Row>) {
     typename Store::template Scales<Row> scales;
     Compute results[Row::num_kept_results][Row::pack_size];
     int pack = 0;
-    for_each_result<centered>(store, values_of_row, statistics,
+    for_each_result<centered>(call, row, values_of_row, statistics, present,
                               [&](long long, const auto& y_values, bool in_row) {
                                 scales.measure(pack, y_values, in_row);
 #pragma unroll
@@ -85,18 +88,15 @@ __device__ __forceinline__ void write_quantized(const Store& store, long long ro
   } else {
     if constexpr (Store::measures_rows) {
       Largest largest{};
-      for_each_result<centered>(store, values_of_row, statistics,
+      for_each_result<centered>(call, row, values_of_row, statistics, present,
                                 [&](long long, const auto& y_values, bool in_row) {
                                   if (in_row) largest.add_pack(y_values);
                                 });
       carried.factor = store.scale_of_row(row, reduce.all(largest).bits(), saves);
     }
-    values_of_row.for_each_pack_with(
-        LateParameters{}.loads_for(values_of_row, store),
-        [&](long long col, const auto& values, bool in_row, const auto& kept) {
-          Compute normalized[Row::pack_size];
-          statistics.template normalize<centered>(values, normalized);
-          store.store(row, col, normalized, kept, in_row && present, carried);
-        });
+    for_each_result<centered>(call, row, values_of_row, statistics, present,
+                              [&](long long col, auto& y_values, bool in_row) {
+                                store.store(row, col, y_values, in_row && present, carried);
+                              });
   }
 }

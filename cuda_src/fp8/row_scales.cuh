@@ -54,7 +54,7 @@ struct SharedLargest {
 // packs of each.
 template <Scaling scaling, class Row>
 struct ScalesOfRow {
-  static constexpr int packs_per_block = cols_of_block / Row::pack_size;
+  static constexpr int packs_per_block = cols_of_block<scaling> / Row::pack_size;
   static constexpr int lanes =
       packs_per_block < Row::threads_per_row ? packs_per_block : Row::threads_per_row;
   static constexpr int packs_per_scale = packs_per_block / lanes;

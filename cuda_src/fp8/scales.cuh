@@ -1,4 +1,4 @@
-// scales.cuh -- fp8: a scale from an amax
+// scales.cuh -- 8 bits: a scale from an amax
 //
 // y_fp8 = saturate(y * scale), rounded once, to nearest even; y is y_fp8 * scale_inv. The bits are
 // those of reference/fp8.py. A scale belongs to the whole tensor, to a row, or to some columns of a
@@ -6,16 +6,17 @@
 //   given     one scale, which the caller gives; null means 1
 //   tensor    one scale, from the amax that an earlier launch has found
 //   row       one for each row, from the row's amax
-//   block     one for each 128 columns of a row
+//   block     one for each 128 columns of a row; block64: for each 64
 #pragma once
 #include "amax.cuh"
 
-enum class Scaling { given, tensor, row, block };
+enum class Scaling { given, tensor, row, block, block64 };
 // What a launch does: everything; or it finds the amaxes, for a second launch that writes. With a
 // given scale, `write` does everything but record the amax.
 enum class Step { all, amax, write };
 
-constexpr int cols_of_block = 128;
+template <Scaling scaling>
+constexpr int cols_of_block = scaling == Scaling::block64 ? 64 : 128;
 
 // numerator / denominator, rounded to nearest, for a denominator from 1 to 2 and a numerator far
 // from the ends of float's range. Without special cases a third of a division's instructions do.
@@ -48,20 +49,62 @@ __device__ __forceinline__ float inverse_of(float scale) {
 __device__ __forceinline__ float inverse_of_any(float scale) {
   return scale >= 0x1p126f ? inverse_of(scale) : __fdiv_rn(1.0f, scale);
 }
+// The same with 0 below 2^-126, and without the registers that a division's special cases take.
+__device__ __forceinline__ float quick_inverse_of(float scale) {
+  const unsigned bits = __float_as_uint(scale), magnitude = bits & 0x7fffffffu;
+  if (magnitude > infinity_bits) return scale;  // NaN
+  const int inverse = quotient_bits(1.0f, magnitude);
+  unsigned result = inverse < 1 << 23 || magnitude == infinity_bits ? 0u : inverse;
+  if (magnitude < 1u << 23) result = infinity_bits;
+  return __uint_as_float(result | (bits & 0x80000000u));
+}
 
 struct ScaleRule {
   long long smallest;      // bits of a float: a smaller amax counts as that
+  long long upper;         // the same of a larger amax
   long long power_of_two;  // 1: scales are rounded down to powers of two
+  long long divides;       // 1: a given scale is the inverse of what y is multiplied by
 
-  // largest / amax; 1 of an amax that is 0, infinite or NaN.
+  // largest / amax; 1 of an amax that is below 2^-126, infinite or NaN.
   __device__ __forceinline__ float scale_of(unsigned amax_bits, float largest) const {
+    if (amax_bits > infinity_bits) return 1.0f;
+    // Bits compare as floats do.
     const unsigned bits =
-        max(amax_bits, static_cast<unsigned>(smallest));  // they compare as floats do
-    if (bits == 0 || bits >= infinity_bits) return 1.0f;
-    const unsigned finite = infinity_bits - 1;
-    // What is not normal is too small for a finite scale.
+        min(max(amax_bits, static_cast<unsigned>(smallest)), static_cast<unsigned>(upper));
+    if (bits < 1u << 23 || bits >= infinity_bits) return 1.0f;
     const unsigned scale =
-        bits < 1u << 23 ? finite : min(static_cast<unsigned>(quotient_bits(largest, bits)), finite);
+        min(static_cast<unsigned>(quotient_bits(largest, bits)), infinity_bits - 1);
     return __uint_as_float(power_of_two ? scale & infinity_bits : scale);
+  }
+  // given: the caller's, or null.
+  __device__ __forceinline__ float given_scale(const float* given) const {
+    if (given == nullptr) return 1.0f;
+    return divides ? quick_inverse_of(*given) : *given;
+  }
+  __device__ __forceinline__ float given_scale_inv(const float* given) const {
+    if (given == nullptr) return 1.0f;
+    return divides ? *given : inverse_of_any(*given);
+  }
+};
+
+// Where the scales of blocks are, in elements. packed: as bytes of exponents, those of four blocks
+// of a row in one element.
+struct ScalePlaces {
+  long long parts;  // scales of a row
+  long long row_stride;
+  long long part_stride;
+  long long packed;
+
+  __device__ __forceinline__ void save(float* scale_inv, long long row, long long part,
+                                       float inverse) const {
+    if (!packed) {
+      scale_inv[row * row_stride + part * part_stride] = inverse;
+      return;
+    }
+    auto* const four =
+        reinterpret_cast<unsigned char*>(scale_inv + row * row_stride + part / 4 * part_stride);
+    four[part % 4] = static_cast<unsigned char>(__float_as_uint(inverse) >> 23);
+    if (part + 1 == parts)
+      for (int at = part % 4 + 1; at < 4; ++at) four[at] = 0;
   }
 };

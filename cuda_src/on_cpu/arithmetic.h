@@ -100,7 +100,11 @@ inline int __float_as_int(float x) { return on_cpu::bits_as<int>(x); }
 inline double __longlong_as_double(long long x) { return on_cpu::bits_as<double>(x); }
 inline long long __double_as_longlong(double x) { return on_cpu::bits_as<long long>(x); }
 inline float __double2float_rn(double x) { return float(x); }
-inline int __float2int_rn(float x) { return int(rintf(x)); }
+// Saturates, as the GPU does. NaN is 0 in float, and undefined here in double.
+inline int __double2int_rn(double x) {
+  return int(fmin(fmax(rint(x), -2147483648.0), 2147483647.0));
+}
+inline int __float2int_rn(float x) { return x == x ? __double2int_rn(x) : 0; }
 inline unsigned __double2uint_rn(double x) { return unsigned(rint(x)); }
 
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {

@@ -56,7 +56,7 @@ struct ScaledSource {
   }
   __device__ __forceinline__ float scale_of_all() const {
     if constexpr (scaling == Scaling::tensor) return rule.scale_of(*amax, FormatOf<Y>::largest);
-    return scale == nullptr ? 1.0f : *scale;
+    return rule.given_scale(scale);
   }
   __device__ __forceinline__ Factor factor() const { return scale_of_all(); }
   template <int pack_size>
@@ -82,7 +82,7 @@ struct ScaledSource {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) values[at] = times_large(values[at], factor);
     }
-    return repack_fp8<Y>(values);
+    return repack_8_bits<Y>(values);
   }
   __device__ __forceinline__ void finish(const Largest& largest) const {
     if (scaling == Scaling::given && amax != nullptr)

@@ -137,7 +137,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
   compute_statistics(0);
   if constexpr (Results::has_scales) {
     const RingSteps steps{sum_row, compute_statistics, for_each_normalized, free_slot, saves};
-    forward_ring_scaled<tile, Load>(call.store, turns, cols, kept, broadcast, largests, steps);
+    forward_ring_scaled<centered, tile>(call, turns, cols, kept, broadcast, largests, steps);
   } else {
     long long row = turns.first_row;
     for (unsigned turn = 0; turn < turns.count; ++turn) {

@@ -47,15 +47,17 @@ struct RingSteps {
 };
 
 // largests: of Exchange<tile, 1>, if the warps of a row share a scale.
-template <Tile tile, class Load, class Store, class Kept, class Largests, class Steps>
-__device__ __forceinline__ void forward_ring_scaled(const Store& store, const Turns<tile>& turns,
-                                                    Slice cols,
+template <bool centered, Tile tile, class Load, class Store, class Kept, class Largests,
+          class Steps>
+__device__ __forceinline__ void forward_ring_scaled(const Forward<Load, Store>& call,
+                                                    const Turns<tile>& turns, Slice cols,
                                                     const Kept (&kept)[tile.packs_per_thread],
                                                     const Broadcast<tile>& broadcast,
                                                     const Largests& largests, const Steps& steps) {
   using Compute = typename Load::Compute;
   using Shape = RingShape<tile>;
   using Results = KeptResults<Load, Store, tile>;
+  const Store& store = call.store;
   Results kept_row;
   long long row = turns.first_row;
   const auto write_results = [&](long long of_row) {
@@ -83,8 +85,10 @@ __device__ __forceinline__ void forward_ring_scaled(const Store& store, const Tu
     const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
     kept_row.scales = {};
     steps.for_each_normalized(
-        row, mean_rstd, [&](int pack, int, const Compute(&normalized)[tile.pack_size]) {
-          store.affine(normalized, kept[pack], kept_row.results[pack]);
+        row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
+          call.template result<centered>(row, col, normalized, kept[pack],
+                                         Shape::in_part(pack, cols), mean_rstd,
+                                         kept_row.results[pack]);
           kept_row.scales.measure(pack, kept_row.results[pack], Shape::in_part(pack, cols));
         });
     steps.free_slot(turn);

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..check.cases import NORMS
-from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
 from ..plan.problem import SCALINGS, Layout, Problem
 from .models import MODELS
 
@@ -27,7 +27,7 @@ class Cell:
     direction: "forward", "backward", or "both" timed together. dtype: of x, and of the tensors
     below unless given. weight_dtype: of weight and bias. out_dtype: of y and dy.
     residual: forward adds a residual and returns the sum, backward adds the gradient of the sum.
-    zero_centered: multiply by 1 + weight. scale: of a y in 8-bit floats, one of problem.SCALINGS.
+    zero_centered: multiply by 1 + weight. scale: of a y in 8 bits, one of problem.SCALINGS.
     amax: with a given scale, also record the largest |y|.
     """
 
@@ -109,13 +109,13 @@ def cells(
 
     elements: of x; num_rows = elements // num_cols, by default of 512 MiB of x.
     rows: num_rows, instead of elements. models: names of MODELS, whose norms and shapes are used
-    instead of norms, cols and rows. scales: of a y in 8-bit floats, by default "given".
+    instead of norms, cols and rows. scales: of a y in 8 bits, by default "given".
     options: weight_dtype, out_dtype, residual, zero_centered, amax of a Cell.
     Raises ValueError for unknown names, for extents below 1 and for options that exclude each
     other.
     """
     out_dtype, residual = options.get("out_dtype"), bool(options.pop("residual", False))
-    is_quantized = out_dtype in FLOAT8S
+    is_quantized = out_dtype in EIGHT_BITS
     more_dtypes = (options.get("weight_dtype"), None if is_quantized else out_dtype)
     for label, names, known in (
         ("norm", norms, NORMS),
@@ -166,11 +166,13 @@ def _check_quantization(
     out_dtype: str | None, directions: Sequence[str], scales: Sequence[str], amax: bool
 ) -> None:
     """Raises ValueError for scales or amax that do not belong to out_dtype or the directions."""
-    is_quantized = out_dtype in FLOAT8S
+    is_quantized = out_dtype in EIGHT_BITS
+    if out_dtype == "int8" and (amax or set(scales) - {"given", "row"}):
+        raise ValueError("out_dtype is int8; expected scale given or row, without amax")
     if scales and not is_quantized:
         raise ValueError(
             f"scale is {scales[0]!r} with out_dtype {out_dtype}; "
-            f"expected an out_dtype of {' or '.join(FLOAT8S)}"
+            f"expected an out_dtype of {' or '.join(EIGHT_BITS)}"
         )
     if amax and (not is_quantized or set(scales) - {"given"}):
         raise ValueError(

@@ -21,7 +21,7 @@ from ..command_line import (
     positives,
     several,
 )
-from ..dtypes import DTYPES, FLOAT8S
+from ..dtypes import DTYPES, EIGHT_BITS
 from ..norm.plan_command import add_results
 from ..plan.problem import SCALINGS
 from . import comparison, contestants, decoding, documents, host, linear, measure, plot, report
@@ -234,7 +234,7 @@ def command_of(arguments: argparse.Namespace) -> str:
 
 def cells_of(arguments: argparse.Namespace) -> list[Cell]:
     """The cells that the options name."""
-    is_quantized = arguments.out_dtype in FLOAT8S
+    is_quantized = arguments.out_dtype in EIGHT_BITS
     return cells(
         arguments.norm,
         arguments.dtype,

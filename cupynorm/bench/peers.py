@@ -16,8 +16,9 @@ from functools import cache, partial
 from typing import Any
 
 from ..check.cases import NORMS
-from ..dtypes import FLOAT8S, compute_dtype
+from ..dtypes import EIGHT_BITS, compute_dtype
 from ..norm import api
+from ..norm.eight_bits import Quantize
 from ..plan.problem import cols_of_scale
 from .cells import EPS, EXTRAS, OURS, Cell
 from .tensors import Tensors
@@ -52,12 +53,12 @@ def call_of_ours(cell: Cell, tensors: Tensors) -> Callable[..., Any]:
     options: dict[str, Any] = {}
     if tensors.residual is not None:
         options = {"residual": tensors.residual, "return_residual": True}
-    if cell.out_dtype:
-        options["out_dtype"] = cell.out_dtype
     if cell.scale:
-        options["scale"] = tensors.scale if cell.scale == "given" else cell.scale
-    if cell.amax:
-        options["amax"] = tensors.amax
+        of_block = {"group_size": 64} if cell.scale == "block64" else {}
+        scale = tensors.scale if cell.scale == "given" else cell.scale.removesuffix("64")
+        options["out_dtype"] = Quantize(cell.out_dtype, scale, amax=tensors.amax, **of_block)
+    elif cell.out_dtype:
+        options["out_dtype"] = cell.out_dtype
     if cell.zero_centered:
         options["zero_centered_weight"] = True
     x, shape, weight = tensors.x, (cell.num_cols,), tensors.weight
@@ -108,21 +109,22 @@ def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
     import torch
     from torch.nn import functional
 
-    largest = FLOAT8S[cell.y].largest
+    largest = EIGHT_BITS[cell.y].largest
 
-    def as_float8(values: Any) -> Any:
+    def in_8_bits(values: Any) -> Any:
+        values = values.round() if cell.y == "int8" else values
         return values.clamp(-largest, largest).to(getattr(torch, cell.y))
 
     if cell.scale == "given":
         amax = (y.abs().amax().float().reshape(1),) if cell.amax else ()
-        return as_float8(y * scale), 1 / scale, *amax
+        return in_8_bits(y * scale), 1 / scale, *amax
     if cell.scale == "tensor":
         scale_inv = (y.abs().amax() / largest).float().reshape(1)
-        return as_float8(y / scale_inv), scale_inv
+        return in_8_bits(y / scale_inv), scale_inv
     cols = cols_of_scale(cell.scale, cell.num_cols)
     blocks = functional.pad(y, (0, -cell.num_cols % cols)).unflatten(-1, (-1, cols))
     scale_inv = (blocks.abs().amax(-1) / largest).float()
-    return as_float8((blocks / scale_inv[..., None]).flatten(-2)[..., : cell.num_cols]), scale_inv
+    return in_8_bits((blocks / scale_inv[..., None]).flatten(-2)[..., : cell.num_cols]), scale_inv
 
 
 def _torch_compile(cell: Cell, tensors: Tensors) -> Callable:

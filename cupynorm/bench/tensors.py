@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS, FLOAT8S
 from ..gpu import arrays, nvrtc
 from .cells import Cell
 from .timer import Runner
@@ -120,7 +120,9 @@ def tensors_of(cell: Cell, seed: int) -> tuple[Tensors, Runner]:
 
     tensors: dict[str, Any] = {"y": None if cell.scale else view(target, 0, shape, cell.y)}
     if cell.scale == "given":
-        tensors["scale"] = cupy.asarray(np.array([FLOAT8S[cell.y].largest / _MOST_Y], np.float32))
+        tensors["scale"] = cupy.asarray(
+            np.array([EIGHT_BITS[cell.y].largest / _MOST_Y], np.float32)
+        )
     if cell.amax:
         tensors["amax"] = cupy.asarray(np.zeros(1, np.float32))
     first = 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..dtypes import compute_dtype, decode
 from ..norm.launch_choice import Launch
-from ..norm.quantized_tensor import scale_shape
+from ..norm.quantized_tensor import scale_memory, scale_shape, unpacked
 from ..norm.request import Quantization
 from ..plan.dispatch import Plan
 from ..plan.problem import cols_of_scale
@@ -29,12 +29,38 @@ _FEW = 8 * 2.0**-24  # the scale, its inverse and the product are each rounded t
 
 
 class How(NamedTuple):
-    """How y becomes 8-bit floats; amax: whether that of y is recorded beside a given scale."""
+    """How y becomes 8 bits, as request.Quantization; amax: whether that of y is recorded beside a
+    given scale. divides: that is given as its inverse."""
 
     dtype: str
     scaling: str
     amax: bool = False
     power_of_two: bool = False
+    upper_bound: float | None = None
+    divides: bool = False
+    layout: str = "row"
+
+    @property
+    def given(self) -> np.float32:
+        """A given scale, or its inverse."""
+        return np.float32(1 / GIVEN_SCALE if self.divides else GIVEN_SCALE)
+
+    @property
+    def quantization(self) -> Quantization:
+        return Quantization(
+            self.dtype,
+            self.scaling,
+            self.power_of_two,
+            upper_bound=self.upper_bound or np.inf,
+            divides=self.divides,
+            layout=self.layout,
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            each for name, each in self._asdict().items() if each != self._field_defaults.get(name)
+        ]
+        return " ".join(map(str, parts))
 
 
 def run_8_bits(
@@ -57,14 +83,15 @@ def launch_8_bits(
     """As run_8_bits, without waiting for outputs."""
     case = problem.case
     tensors = tensors_of(where, layouts)
-    num_scales = scale_shape(how.scaling, (case.num_rows,), case.num_cols)
-    tensors.write("scale_inv", np.full(num_scales, 2**32 - 1, np.uint32).view(np.float32))
-    tensors.write("amax", np.zeros(num_scales, np.float32))
+    leading = (case.num_rows,)
+    shape, dtype = scale_memory(how.quantization, leading, case.num_cols)
+    tensors.write("scale_inv", np.full(shape, 2**32 - 1, np.uint32).view(dtype))
+    amaxes = scale_shape(how.scaling, leading, case.num_cols)
+    tensors.write("amax", np.zeros(amaxes, np.float32))
     if how.scaling == "given":
-        tensors.put("scale", np.full(1, GIVEN_SCALE), "float32")
-    quantization = Quantization(how.dtype, how.scaling, how.power_of_two)
+        tensors.put("scale", np.full(1, how.given, np.float64), "float32")
     options = Launch(case.strategy, case.tile, case.statistics, case.sm_margin)
-    plan = run_forward(problem, tensors, options, quantization, amax=how.amax)
+    plan = run_forward(problem, tensors, options, how.quantization, amax=how.amax)
     return tensors, plan
 
 
@@ -86,17 +113,28 @@ def run_quantized(
     return outputs, plain.raw()
 
 
-def expected(
-    y: np.ndarray, name: str, scaling: str, scale=None, power_of_two=False
-) -> fp8.Quantized:
-    """The reference's result for y in the compute dtype; scale_inv as cupynorm returns it."""
-    with np.errstate(all="ignore"):
-        scale = 1.0 if scale is None else scale
-        quantized = fp8.quantize_by(scaling, y, name, scale=scale, power_of_two=power_of_two)
+def expected(y: np.ndarray, how: How, given: np.float32 | None) -> fp8.Quantized:
+    """The reference's result for y in the compute dtype; scale_inv as cupynorm returns it in the
+    layout "row".
+
+    given: the scale, or what divides y; None: 1.
+    """
+    rule = {"power_of_two": how.power_of_two, "upper_bound": how.upper_bound or np.inf}
+    rule |= {} if given is None else {"scale_inv" if how.divides else "scale": given}
+    quantized = fp8.quantize_by(how.scaling, y, how.dtype, **rule)
     scale_inv = np.asarray(quantized.scale_inv).reshape(
-        (1,) if scaling in ("given", "tensor") else (len(y), -1)
+        (1,) if how.scaling in ("given", "tensor") else (len(y), -1)
     )
     return quantized._replace(scale_inv=scale_inv)
+
+
+def _scales_of(how: How, memory: np.ndarray, case: Case) -> np.ndarray:
+    """The scales that were written, in the layout "row"."""
+    if how.layout == "row":
+        return memory
+    scales = memory[:, : case.num_rows].T
+    scales = unpacked(scales) if how.layout == "packed" else scales
+    return scales[:, : scale_shape(how.scaling, (), case.num_cols)[0]].copy()
 
 
 def judge_bytes(case: Case, how: How, got: dict, plain: dict) -> list[Finding]:
@@ -104,12 +142,13 @@ def judge_bytes(case: Case, how: How, got: dict, plain: dict) -> list[Finding]:
 
     So it is on a CPU. A GPU's compiler may fuse other operations in another kernel: judge_values.
     """
-    truth = expected(plain["y"], how.dtype, how.scaling, np.float32(GIVEN_SCALE), how.power_of_two)
+    truth = expected(plain["y"], how, how.given)
     wanted = {"y": truth.data, "scale_inv": truth.scale_inv}
     wanted |= {name: plain[name] for name in ("sum", "mean", "rstd") if name in plain}
     if how.amax:
         wanted["amax"] = np.asarray(truth.amax, np.float32).reshape(1)
-    label = f"{case}, {how.dtype} {how.scaling}"
+    label = f"{case}, {how}"
+    got = got | {"scale_inv": _scales_of(how, got["scale_inv"], case)}
     return [same_bytes(label, name, got[name], each) for name, each in wanted.items()]
 
 
@@ -133,13 +172,13 @@ def judge_values(
     findings = judge_against(wide.case, expectations, values)
     y, allowed = expectations["y"]
     allowed = np.where(np.isfinite(y), allowed, 0.0)  # a NaN that is expected has no error
-    label = f"{case}, {how.dtype} {how.scaling}"
+    label = f"{case}, {how}"
+    got = got | {"scale_inv": _scales_of(how, got["scale_inv"], case)}
     with np.errstate(all="ignore"):
         least, most = (np.maximum(np.abs(y) + each, 0.0) for each in (-allowed, allowed))
-        scale = np.float32(GIVEN_SCALE)
         least, most = (_largest(each, how.scaling) for each in (least, most))
-        least = expected(least * (1 - _FEW), how.dtype, how.scaling, scale, how.power_of_two)
-        most = expected(most * (1 + _FEW), how.dtype, how.scaling, scale, how.power_of_two)
+        least = expected(least * (1 - _FEW), how, how.given)
+        most = expected(most * (1 + _FEW), how, how.given)
         findings.append(_judge_scales(label, how, got["scale_inv"], least, most))
         if how.amax:
             bounds = (np.reshape(each.amax, 1).astype(np.float64) for each in (least, most))
@@ -167,7 +206,9 @@ def _judge_scales(
     """least, most: the quantised rows of the smallest and of the largest amax that is allowed."""
     low, high = (each.scale_inv.astype(np.float64) for each in (least, most))
     # The scale of an amax of 0 is 1, and near 0 an inverse may be anything down to 0.
-    none = (np.reshape(least.amax, low.shape) == 0) & (np.reshape(most.amax, low.shape) > 0)
+    smallest = np.finfo(np.float32).tiny  # a smaller amax counts as 0
+    none = np.reshape(least.amax, low.shape) < smallest
+    none &= np.reshape(most.amax, low.shape) >= smallest
     low = np.where(none, 0.0, low * (1 - _FEW) - _SMALLEST)
     high = np.where(none & (got == 1), 1.0, high * (1 + _FEW) + _SMALLEST)
     return between(label, "scale_inv", got.astype(np.float64), low, high)

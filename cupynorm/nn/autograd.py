@@ -137,11 +137,24 @@ def _recorded_with_options(prepared: Any, operands: tuple, results: tuple) -> tu
     outputs = _apply_with_options(
         (prepared, operands, results), *prepared.read_differentiable(operands)
     )
+    return _of_outputs(prepared, operands, results, outputs)
+
+
+def _of_outputs(prepared: Any, operands: tuple, results: tuple, outputs: Any) -> tuple:
+    """y and the sum, from what autograd returned. An 8-bit y passes its gradient on to that."""
     y, added = prepared.split_outputs(outputs)
     if prepared.options.quantization is not None:
         results[0].attach(partial(_PassingGradients.apply, y))
         y = results[0]
     return y, operands[0] if added is None else added
+
+
+def _with_carrier(prepared: Any, results: tuple) -> tuple:
+    """results; 8 bits take no gradient: a tensor of y's shape without its memory takes it."""
+    if prepared.options.quantization is None:
+        return results
+    added = results[3]
+    return added.new_empty(1).expand(added.shape), *results[1:]
 
 
 def _kind(operands: tuple, options: tuple) -> tuple | None:
@@ -265,10 +278,7 @@ class _NormWithOptions(torch.autograd.Function):
         options = prepared.options
         kept = (y, bias) if options.memory_efficient else (added, mean)
         ctx.save_for_backward(*kept, rstd, weight)
-        if options.quantization is not None:
-            # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
-            results = (added.new_empty(1).expand(added.shape), *results[1:])
-        return prepared.pick_outputs(results)
+        return prepared.pick_outputs(_with_carrier(prepared, results))
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -387,7 +397,7 @@ class _NormWithFunctors(torch.autograd.Function):
             operands.input if ctx.prepared.makes_sum and reads else None,
             *ctx.functors.arrays(),
         )
-        return ctx.prepared.pick_outputs(results)
+        return ctx.prepared.pick_outputs(_with_carrier(ctx.prepared, results))
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -431,7 +441,8 @@ def _differentiable_with_functors(ctx, dy, dsum) -> tuple:
         raise NotImplementedError(said)
     x, _, _, weight, bias, raw, *arrays = ctx.saved_tensors
     functors = ctx.functors.with_arrays(arrays)
-    dtype, num_dims = getattr(torch, options.out_dtype), len(options.extents)
+    dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
+    num_dims = len(options.extents)
     inner = functors._replace(load=()) if ctx.prepared.makes_sum else functors
     total, dweight, dbias, *of_arrays = by_torch.pull_back(
         lambda: [
@@ -468,8 +479,7 @@ def _with_functors(request: ForwardRequest) -> tuple:
         *prepared.read_differentiable(operands),
         *operands.functors.arrays(),
     )
-    y, added = prepared.split_outputs(outputs)
-    return y, operands.input if added is None else added
+    return _of_outputs(prepared, operands, results, outputs)
 
 
 class _PassingGradients(torch.autograd.Function):

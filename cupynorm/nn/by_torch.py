@@ -18,9 +18,10 @@ from torch.nn import functional
 from ..norm.checks import check_forward
 from ..norm.functors import with_seeds
 from ..norm.options import dtype_name
-from ..norm.quantized_tensor import as_quantized_tensor, scale_shape
+from ..norm.quantized_tensor import arranged, as_quantized_tensor, scale_shape
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, replaced
 from ..plan.functors import BoundFunctor, Functors
+from ..plan.problem import cols_of_scale
 from . import modes
 from . import quantization as of_torch
 from .dtypes import arithmetic
@@ -67,16 +68,10 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
             added = through(functors.load, added, len(options.extents))
             functors = replaced(functors, load=())
         added = _sum(added, operands.residual)
-    if options.quantization is not None:
-        y = normalized(
-            added, operands.weight, operands.bias, options, torch.float32, x_hat_dtype=given
-        )
-        return _quantized(y, operands, options), added
-    dtype = _dtype(options.out_dtype, given)
-    y = normalized_through(
-        added, operands.weight, operands.bias, options, dtype, functors, x_hat_dtype=given
-    )
-    return y, added
+    in_8_bits, parameters = options.quantization is not None, (operands.weight, operands.bias)
+    dtype = torch.float32 if in_8_bits else _dtype(options.out_dtype, given)
+    y = normalized_through(added, *parameters, options, dtype, functors, x_hat_dtype=given)
+    return (_quantized(y, operands, options) if in_8_bits else y), added
 
 
 def has_texts(functors: Functors | None) -> bool:
@@ -202,23 +197,28 @@ def _quantized(y: Tensor, operands: ForwardOperands, options: ForwardOptions) ->
     """y as a QuantizedTensor, which torch.compile traces as its tensors."""
     rule, num_cols = options.quantization, math.prod(options.extents)
     matrix, dtype = y.reshape(-1, num_cols), getattr(torch, rule.dtype)
-    power_of_two = rule.power_of_two
-    if rule.scaling == "block":
-        blocks = of_torch.quantize_blocks(matrix, dtype, power_of_two=power_of_two)
+    of_scale = {"power_of_two": rule.power_of_two, "upper_bound": rule.upper_bound}
+    leading = y.shape[: y.ndim - len(options.extents)]
+    if rule.scaling.startswith("block"):
+        block_cols = cols_of_scale(rule.scaling, num_cols)
+        blocks = of_torch.quantize_blocks(matrix, dtype, block_cols=block_cols, **of_scale)
         data, scale_inv = blocks.data, blocks.scale_inv
+        if rule.layout == "row":
+            scale_inv = scale_inv.reshape(*leading, scale_inv.shape[1])
+        else:
+            scale_inv = arranged(of_torch.arranged(scale_inv, rule.layout), rule, leading)
     else:
         by_row, scale = rule.scaling == "row", operands.scale
         amax = of_torch.amax_of(matrix, 1) if by_row else of_torch.amax_of(matrix, 0, 1).reshape(1)
         if rule.scaling != "given":
-            smallest = {"power_of_two": power_of_two, "smallest_amax": rule.smallest_amax}
-            scale = of_torch.scale_of(amax, dtype, **smallest)
+            scale = of_torch.scale_of(amax, dtype, smallest_amax=rule.smallest_amax, **of_scale)
         elif operands.amax is not None:
             operands.amax.copy_(torch.maximum(operands.amax, amax))
         scale = y.new_ones(1) if scale is None else scale
+        inverse = 1.0 / scale
+        scale, scale_inv = (inverse, scale.clone()) if rule.divides else (scale, inverse)
         data = of_torch.encode(matrix, scale[:, None] if by_row else scale, dtype)
-        scale_inv = 1.0 / scale
-    leading = y.shape[: y.ndim - len(options.extents)]
-    scale_inv = scale_inv.reshape(scale_shape(rule.scaling, leading, num_cols))
+        scale_inv = scale_inv.reshape(scale_shape(rule.scaling, leading, num_cols))
     transposed = of_torch.transpose_data(data) if rule.transpose else None
     result = as_quantized_tensor(
         rule, data.reshape(y.shape), scale_inv, transposed, operands.input, num_cols

@@ -10,10 +10,13 @@ sign).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_with_zeros
 
 from ..gpu import arrays
 from ..norm import quantize as matrix_kernels
@@ -22,6 +25,8 @@ from ..norm.quantized_tensor import QuantizedTensor
 from .dtypes import name_of
 from .products import pad, sum_rows
 from .recipes import BLOCK_SIZE, LARGEST, LARGEST_FLOAT32
+
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 class Rule(NamedTuple):
@@ -42,30 +47,39 @@ def amax_of(x: Tensor, *dims: int) -> Tensor:
 
 
 def scale_of(
-    amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, smallest_amax: float = 0.0
+    amax: Tensor,
+    dtype: torch.dtype,
+    *,
+    power_of_two: bool = False,
+    smallest_amax: float = 0.0,
+    upper_bound: float = math.inf,
 ) -> Tensor:
-    """Current scales in float32: largest / amax, and 1 where amax is 0, infinite or NaN.
+    """Current scales in float32: largest / amax, and 1 where amax is below 2^-126, infinite or NaN.
 
-    power_of_two: round scales down. smallest_amax: a smaller amax counts as this value.
+    power_of_two: round scales down. smallest_amax, upper_bound: the limits of amax.
     """
     if smallest_amax:
         amax = torch.where(amax < smallest_amax, smallest_amax, amax)
+    if upper_bound < math.inf:
+        amax = amax.clamp(max=float(np.float32(upper_bound)))
     # A number divided by a tensor would be the rounded reciprocal times the number.
     scale = (torch.full_like(amax, LARGEST[dtype]) / amax).clamp(max=LARGEST_FLOAT32)
-    scale = torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
+    scale = torch.where(torch.isfinite(amax) & (amax >= _SMALLEST_NORMAL), scale, 1.0)
     if power_of_two:
         scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
     return scale
 
 
 def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """x * scale in float32, saturated and rounded once to an 8-bit float."""
+    """x * scale in float32, saturated and rounded once to 8 bits."""
     largest = LARGEST[dtype]
     x = x.float() if x.dtype == torch.float64 else x
     if isinstance(scale, Tensor) and not scale.ndim:
         # With a scale of one dimension torch multiplies 16-bit x in float32 in one pass.
         scale = scale.reshape(1)
     product = x * scale if isinstance(scale, Tensor) else x.float() * scale
+    if dtype == torch.int8:
+        return product.nan_to_num(0.0).clamp_(-128, 127).round_().to(dtype)
     return product.clamp_(-largest, largest).to(dtype)
 
 
@@ -154,18 +168,23 @@ def quantize_blocks(
     block_rows: int = 1,
     power_of_two: bool = True,
     transpose: bool = False,
+    block_cols: int = BLOCK_SIZE,
+    upper_bound: float = math.inf,
 ) -> QuantizedTensor:
-    """A matrix by a scale for each block of block_rows x 128.
+    """A matrix by a scale for each block of block_rows x block_cols.
 
     transpose: also quantise the transposed matrix, by blocks of its own (the same blocks where
         they are square).
     """
-    data, scale_inv = _quantize_blocks(x, dtype, block_rows, power_of_two)
+    rule = {"power_of_two": power_of_two, "upper_bound": upper_bound}
+    data, scale_inv = _quantize_blocks(x, dtype, block_rows, block_cols, **rule)
     transposed = transposed_scale_inv = None
     if transpose and block_rows == BLOCK_SIZE:
         transposed, transposed_scale_inv = transpose_data(data), scale_inv.t().contiguous()
     elif transpose:
-        transposed, transposed_scale_inv = _quantize_blocks(x.t(), dtype, block_rows, power_of_two)
+        transposed, transposed_scale_inv = _quantize_blocks(
+            x.t(), dtype, block_rows, block_cols, **rule
+        )
     return QuantizedTensor(
         data,
         scale_inv,
@@ -173,16 +192,26 @@ def quantize_blocks(
         transposed=transposed,
         transposed_scale_inv=transposed_scale_inv,
         block_rows=block_rows,
+        block_cols=block_cols,
     )
 
 
 def _quantize_blocks(
-    x: Tensor, dtype: torch.dtype, block_rows: int, power_of_two: bool
+    x: Tensor, dtype: torch.dtype, block_rows: int, block_cols: int, **rule: float
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_cols = x.shape
-    padded = pad(x.float(), block_rows, BLOCK_SIZE)
-    blocks = padded.unflatten(1, (padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE))
+    padded = pad(x.float(), block_rows, block_cols)
+    blocks = padded.unflatten(1, (padded.shape[1] // block_cols, block_cols))
     blocks = blocks.unflatten(0, (len(padded) // block_rows, block_rows))
-    scale = scale_of(amax_of(blocks, 1, 3), dtype, power_of_two=power_of_two)
+    scale = scale_of(amax_of(blocks, 1, 3), dtype, **rule)
     data = encode(blocks, scale[:, None, :, None], dtype).reshape(padded.shape)
     return data[:num_rows, :num_cols].contiguous(), 1.0 / scale
+
+
+def arranged(scale_inv: Tensor, layout: str) -> Tensor:
+    """Scales of blocks as they lie in memory: cupynorm.reference.fp8.arranged."""
+    num_rows, num_blocks = scale_inv.shape
+    if layout == "packed":
+        exponents = pad_with_zeros(scale_inv.view(torch.int32) >> 23, (0, -num_blocks % 4))
+        scale_inv = exponents.to(torch.uint8).view(torch.int32)
+    return pad_with_zeros(scale_inv.t().contiguous(), (0, -num_rows % 4)).contiguous()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 BLOCK_SIZE = 128
 _LARGEST_MARGIN = 126

@@ -10,11 +10,12 @@ quantize.py and reduce_matrix.py have those of other kernels.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from ..dtypes import DTYPES
 from ..gpu.arrays import Rows
@@ -24,7 +25,7 @@ from ..plan.instances import Launch
 from ..plan.problem import Layout, Problem
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .launch_choice import planned_with
-from .request import BackwardOptions, ForwardOptions
+from .request import BackwardOptions, ForwardOptions, Quantization
 
 RowsByName = Mapping[str, Rows]  # by name; an absent tensor has no entry
 
@@ -119,9 +120,21 @@ def row_words(tensors: RowsByName, name: str, turned: bool = False) -> tuple[Add
     return Address(name, last), -rows.row_stride
 
 
-def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int]:
-    """struct ScaleRule of scales.cuh: the smallest amax as bits; whether scales are powers of 2."""
-    return struct.unpack("I", struct.pack("f", abs(smallest_amax)))[0], int(power_of_two)
+def scale_rule_words(quantization: Quantization) -> tuple[int, int, int, int]:
+    """struct ScaleRule of scales.cuh: the limits of an amax as bits, and two flags."""
+    limits = abs(quantization.smallest_amax), quantization.upper_bound
+    with np.errstate(over="ignore"):  # beyond float32 there is no limit
+        smallest, upper = np.array(limits, np.float32).view(np.uint32).tolist()
+    return smallest, upper, int(quantization.power_of_two), int(quantization.divides)
+
+
+def _scale_words(problem: Problem, quantization: Quantization, num_rows: int) -> Words:
+    """The arrays, struct ScalePlaces and struct ScaleRule of QuantizeScales."""
+    places = [problem.num_scales, 1, num_rows + -num_rows % 4, int(quantization.layout == "packed")]
+    if quantization.layout == "row":
+        places = [problem.num_scales, problem.num_scales, 1, 0]
+    arrays = [Address("scale"), Address("scale_inv"), Address("amax")]
+    return [*arrays, *places, *scale_rule_words(quantization)]
 
 
 # Functors.
@@ -244,16 +257,7 @@ def _forward_words(
         words += [*row_words(tensors, "residual", turned), *row_words(tensors, "sum", turned)]
     words += [*row_words(tensors, "y", turned), Address("weight"), Address("bias")]
     if options.quantization:
-        rule = scale_rule_words(
-            options.quantization.smallest_amax, options.quantization.power_of_two
-        )
-        words += [
-            Address("scale"),
-            Address("scale_inv"),
-            Address("amax"),
-            problem.num_scales,
-            *rule,
-        ]
+        words += _scale_words(problem, options.quantization, tensors["x"].num_rows)
     words += _functor_words(functors.store, problem)
     words += [0, 0] if again else [Address("mean"), Address("rstd")]
     first = plan.launches[0]

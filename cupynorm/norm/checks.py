@@ -10,7 +10,7 @@ import numbers
 
 import numpy as np
 
-from ..dtypes import DTYPES, FLOAT8S, compute_dtype
+from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import arrays
 from ..plan.functors import Functors
 from .checked_forward import dtype_or_none
@@ -256,11 +256,12 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     if options.quantization is not None:
         y_dtype = options.quantization.dtype
     elif options.out_dtype is not None:
-        y_dtype = dtype_name(options.out_dtype, "out_dtype", also=FLOAT8S)
+        y_dtype = dtype_name(options.out_dtype, "out_dtype", also=EIGHT_BITS)
+    divides = options.quantization is not None and options.quantization.divides
     operands = given._replace(
         input=x,
         residual=residual,
-        scale=_scalar(given.scale, "scale", x),
+        scale=_scalar(given.scale, "scale_inv" if divides else "scale", x),
         amax=_scalar(given.amax, "amax", x),
         functors=_take_functors(given.functors, x, extents),
         **parameters,
@@ -285,7 +286,6 @@ def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> N
     if functors is None:
         return
     for name, is_given in (
-        ("an 8-bit out_dtype", quantization is not None),
         ("memory_efficient", options.memory_efficient),
         ("round_x_hat", options.round_x_hat and functors.store),
     ):

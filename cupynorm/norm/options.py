@@ -10,13 +10,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..dtypes import DTYPES, FLOAT8S
+from ..dtypes import DTYPES
 from ..gpu import arrays
-from ..plan.problem import SCALINGS
-from .request import ForwardRequest, Quantization, replaced
+from .request import ForwardRequest, replaced
 from .results import FusedBackward
-
-_COMPUTED_SCALINGS = SCALINGS[1:]  # those that need no scale from the caller
 
 # Keywords of earlier versions, and what to write instead.
 REMOVED_KEYWORDS = {
@@ -30,6 +27,10 @@ REMOVED_KEYWORDS = {
     "dropout_p": "fuse=cupynorm.functors.dropout(p, seed)",
     "dropout_seed": "fuse=cupynorm.functors.dropout(p, seed)",
     "residual_dtype": "a residual of that dtype, which is the sum's",
+    "scale": "out_dtype=cupynorm.Quantize(dtype, scale)",
+    "amax": "out_dtype=cupynorm.Quantize(dtype, amax=amax)",
+    "power_of_two": "out_dtype=cupynorm.Quantize(dtype, scale, power_of_two=True)",
+    "transpose": "out_dtype=cupynorm.Quantize(dtype, transpose=True)",
     "memory_efficient": "the module LayerNorm or RMSNorm with memory_efficient=True",
     "strategy": "launch=cupynorm.Launch(strategy=...)",
     "tile": "launch=cupynorm.Launch(tile=...)",
@@ -74,8 +75,6 @@ def with_checked_options(request: ForwardRequest) -> ForwardRequest:
     if options.round_x_hat is False and options.quantization is None:
         return request
     options = replaced(options, round_x_hat=bool(options.round_x_hat))
-    if isinstance(operands.scale, str):
-        operands = replaced(operands, scale=None)
     return ForwardRequest(operands, options)
 
 
@@ -147,71 +146,3 @@ def check_gradients(gradients: tuple[str, ...]) -> None:
     names = FusedBackward._fields
     if any(name not in names for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
-
-
-# 8-bit outputs.
-
-
-def _float8_name(dtype: object) -> str | None:
-    """The name of an 8-bit float, given by name or as torch's or ml_dtypes' dtype; else None."""
-    # The first test keeps ordinary calls short, and torch.compile can follow it.
-    if dtype is None or (dtype.__class__ is str and dtype in DTYPES):
-        return None
-    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    for each in (name, getattr(dtype, "__name__", None)):
-        if each in FLOAT8S:
-            return each
-    return None
-
-
-def quantization(
-    out_dtype: object, scale: object, amax: object, power_of_two: object, transpose: object
-) -> Quantization | None:
-    """The options of an 8-bit y; None for a y of another dtype."""
-    float8 = _float8_name(out_dtype)
-    if float8 is None:
-        if scale is None and amax is None and power_of_two is False and transpose is False:
-            return None
-        options = {"scale": scale, "amax": amax}
-        options |= {"power_of_two": power_of_two or None, "transpose": transpose or None}
-        names = [name for name, value in options.items() if value is not None]
-        if not names:
-            return None
-        raise TypeError(
-            f"{' and '.join(names)} given with out_dtype {out_dtype}; "
-            f"expected an out_dtype of {' or '.join(FLOAT8S)}"
-        )
-    scaling = "given"
-    if isinstance(scale, str):
-        if scale == "mx":
-            raise ValueError("scale='mx' was removed: write scale='block', a scale of 128 columns")
-        if scale not in _COMPUTED_SCALINGS:
-            names = ", ".join(map(repr, _COMPUTED_SCALINGS))
-            raise ValueError(
-                f"scale is {scale!r}; expected {names}, an array of one float32, or None"
-            )
-        scaling = scale
-    elif isinstance(scale, numbers.Number):
-        raise TypeError(
-            f"scale is {scale!r}; expected an array of one float32 where the input is, so that no "
-            "step waits for its value"
-        )
-    for name, value in (("power_of_two", power_of_two), ("transpose", transpose)):
-        if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name} is {value!r}; expected True or False")
-    if amax is not None and scaling != "given":
-        raise ValueError(
-            f"amax was given with scale {scaling!r}, whose amaxes are found and used within the "
-            "call; expected amax=None"
-        )
-    if power_of_two and scaling == "given":
-        raise ValueError(
-            "power_of_two was given with a scale; expected it with one that is found: 'tensor', "
-            "'row' or 'block'"
-        )
-    if transpose and scaling not in ("given", "tensor"):
-        raise ValueError(
-            f"transpose was given with scale {scaling!r}; expected one scale for the whole tensor, "
-            "which both copies share"
-        )
-    return Quantization(float8, scaling, bool(power_of_two), bool(transpose))

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from ..command_line import Commands, number
-from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import widest
 from ..plan.problem import DIRECTIONS, NORMS, SCALINGS
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> 
     if arguments.table:
         print(strategy_table(device))
         return 0
-    is_quantized = arguments.out_dtype in FLOAT8S
+    is_quantized = arguments.out_dtype in EIGHT_BITS
     direction = arguments.direction or ("forward" if is_quantized else "both")
     plans = [
         plan(

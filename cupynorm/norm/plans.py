@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
 from ..gpu import arrays, environment, launch
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import Plan, make_plan
@@ -61,7 +61,7 @@ def plan(
     dtype: of x; a name such as "bfloat16", or "bf16", "fp16", "fp32", "fp64".
     weight_dtype, bias_dtype: the same as dtype unless given; None if absent.
     out_dtype: of y.
-    scale: for an out_dtype of 8 bits, "given", "tensor", "row" or "block".
+    scale: for an out_dtype of 8 bits, "given", "tensor", "row", "block" or "block64".
     amax: whether the amax of y is recorded beside a given scale.
     residual: whether forward adds a residual to x; backward then adds the gradient of the sum.
     norm: "layer_norm" or "rms_norm".
@@ -88,8 +88,8 @@ def plan(
         dtype if name == "same" else full_name(name) for name in (weight_dtype, bias_dtype)
     )
     y = out_dtype or dtype
-    is_quantized = direction == "forward" and y in list(FLOAT8S)
-    if direction == "backward" and y in list(FLOAT8S):
+    is_quantized = direction == "forward" and y in list(EIGHT_BITS)
+    if direction == "backward" and y in list(EIGHT_BITS):
         raise ValueError(
             f"out_dtype is {y!r} and direction 'backward'; expected 'forward', because no gradient "
             "has 8 bits"

@@ -30,7 +30,7 @@ from .functors import PlacedFunctors, key_of, summed, with_seeds
 from .launch_choice import warn_on_host
 from .on_gpu import OnGpu, TensorOrder, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
-from .quantized_tensor import as_quantized_tensor, scale_shape
+from .quantized_tensor import arranged, as_quantized_tensor, scale_memory, scale_shape
 from .request import (
     Array,
     BackwardOperands,
@@ -235,11 +235,11 @@ class PreparedForward(CheckedForward, OnGpu):
             if options.centered:
                 makers["mean"] = allocator(library, leading, compute)
         if options.quantization:
-            scaling = options.quantization.scaling
-            scales = scale_shape(scaling, leading, self.num_cols)
-            makers["scale_inv"] = allocator(library, scales, "float32")
+            how = options.quantization
+            makers["scale_inv"] = allocator(library, *scale_memory(how, leading, self.num_cols))
             if num_launches > 1:  # what the first launch hands to the second
-                makers["amaxes"] = allocator(library, scales, "float32")
+                amaxes = scale_shape(how.scaling, leading, self.num_cols)
+                makers["amaxes"] = allocator(library, amaxes, "float32")
         return makers
 
     def run(self, operands: ForwardOperands) -> tuple:
@@ -276,11 +276,14 @@ class PreparedForward(CheckedForward, OnGpu):
     def _quantized(self, operands: ForwardOperands, data: Array, scale_inv: Array) -> Any:
         quantization, transposed = self.options.quantization, None
         if not self.steps:
-            fill((scale_inv,), 1.0 if operands.scale is None else 1.0 / operands.scale)
+            given = 1.0 if operands.scale is None else operands.scale
+            fill((scale_inv,), given if quantization.divides else 1.0 / given)
         if quantization.transpose:
             matrix = data.reshape(self.num_rows, self.num_cols)
             dtype = quantization.dtype
             transposed = quantize(matrix, dtype, wants_data=False, transpose=True).transposed
+        leading = operands.input.shape[: -len(self.options.extents)]
+        scale_inv = arranged(scale_inv, quantization, leading)
         return as_quantized_tensor(
             quantization, data, scale_inv, transposed, operands.input, self.num_cols
         )

@@ -20,7 +20,7 @@ from .arguments import (
 )
 from .cache import keep, matrices
 from .on_gpu import PreparedMatrixCall, fill, layouts_of, rows_of
-from .request import Array
+from .request import Array, Quantization
 
 
 class OfNorm(NamedTuple):
@@ -156,7 +156,9 @@ def quantize_call(tensors: RowsByName, options: QuantizeOptions) -> Call:
     )
     words = [*row_words(tensors, "x")]
     if x.dtype != options.dtype:
-        rule = scale_rule_words(*(options.rule or (0.0, False)))
+        smallest_amax, power_of_two = options.rule or (0.0, False)
+        how = Quantization(options.dtype, power_of_two=power_of_two, smallest_amax=smallest_amax)
+        rule = scale_rule_words(how)
         words += [Address("scale"), Address("scale_inv"), Address("amax"), *rule]
     if options.centered is not None:
         words += [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]

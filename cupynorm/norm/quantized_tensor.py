@@ -1,4 +1,4 @@
-"""QuantizedTensor: what a norm returns as 8-bit floats; and the same of arrays on the host.
+"""QuantizedTensor: what a norm returns in 8 bits; and the same of arrays on the host.
 
 Formats, scales and rounding are those of cupynorm.reference.fp8; the kernels write them by
 cuda_src/elements/float8.cuh and scales.cuh.
@@ -22,22 +22,24 @@ from .request import Array, ForwardOperands, Quantization
 
 
 class QuantizedTensor:
-    """An array in 8-bit floats. Its values are data * scale_inv.
+    """An array in 8 bits. Its values are data * scale_inv.
 
     Examples:
         >>> x = np.array([[1.0, 2.0, 3.0, 6.0]])
-        >>> y = cupynorm.layer_norm(x, 4, out_dtype="float8_e4m3fn", scale="row")
+        >>> how = cupynorm.Quantize("float8_e4m3fn", "row")
+        >>> y = cupynorm.layer_norm(x, 4, out_dtype=how)
         >>> y.data
         array([[249, 241,   0, 126]], dtype=uint8)
         >>> y.dequantize().round(3)
         array([[-1.031, -0.515,  0.   ,  1.604]])
 
     data: of the shape that was quantised; a torch tensor of a float8 dtype, or a CuPy or NumPy
-        array of uint8 with its bits.
+        array of uint8 with its bits; or int8.
     scale_inv: float32. One element for all; block_rows is then None. Or (..., num_rows /
         block_rows, num_cols / block_cols), both rounded up: one for each block of that many rows
-        and columns, where num_cols counts all dimensions that were normalised over.
-    format: "float8_e4m3fn" or "float8_e5m2". dtype: what dequantize() gives by default.
+        and columns, where num_cols counts all dimensions that were normalised over. In the layout
+        "packed" of Quantize it is int32, with a last dimension of a fourth, rounded up.
+    format: "float8_e4m3fn", "float8_e5m2" or "int8". dtype: what dequantize() gives by default.
     transposed: None, or [num_cols, num_rows], contiguous: the transpose of data. With
         transposed_scale_inv it was quantised anew, in blocks along what was a column.
     """
@@ -102,7 +104,10 @@ class QuantizedTensor:
 
     def _repr_html_(self) -> str:
         bits = _on_host(self.data)
-        counts = np.bincount(bits.reshape(-1), minlength=256).reshape(2, 128).sum(0)
+        counts = np.bincount(bits.view(np.uint8).reshape(-1), minlength=256).reshape(2, 128)
+        if self.format == "int8":  # -128 counts as -127
+            counts[1] = np.append(0, counts[1, :0:-1]) + np.append(np.zeros(127, int), counts[1, 0])
+        counts = counts.sum(0)
         picture, facts = histogram(counts, self.format)
         where = "one" if self.block_rows is None else " x ".join(map(str, self.scale_inv.shape))
         of_blocks = f", each of {self.block_rows} x {self.block_cols}" if self.block_rows else ""
@@ -128,7 +133,7 @@ def histogram(counts: np.ndarray, format: str) -> tuple[Picture, list[tuple[str,
 
     counts: [128], of the bits without the sign.
     """
-    largest = {"float8_e4m3fn": 0x7E, "float8_e5m2": 0x7B}[format]
+    largest = {"float8_e4m3fn": 0x7E, "float8_e5m2": 0x7B, "int8": 0x7F}[format]
     total = max(1, int(counts.sum()))
     shares = {"0": counts[0], "the largest value": counts[largest]}
     shares["infinity or NaN"] = counts[largest + 1 :].sum()
@@ -148,6 +153,8 @@ def histogram(counts: np.ndarray, format: str) -> tuple[Picture, list[tuple[str,
 
 
 def _values_of_bits(quantized: QuantizedTensor) -> Array:
+    if quantized.format == "int8":
+        return quantized.data.astype(np.float32)
     table = fp8.decode(np.arange(256, dtype=np.uint8), quantized.format).astype(np.float32)
     if isinstance(quantized.data, np.ndarray):
         return table[quantized.data]
@@ -157,6 +164,8 @@ def _values_of_bits(quantized: QuantizedTensor) -> Array:
 def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
     """Each of the data's values in float32 times its factor."""
     factors, shape, block_rows = quantized.scale_inv, tuple(quantized.shape), quantized.block_rows
+    if arrays.dtype_name(factors) == "int32":
+        factors = unpacked(factors)
     if block_rows is None:
         return values * factors
     # A row may have several dimensions, all that scale_inv has not: its blocks go through them.
@@ -170,31 +179,49 @@ def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
     return (values.reshape((*leading, num_cols)) * factors).reshape(shape)
 
 
+def unpacked(packed: Array) -> Array:
+    """float32 scales of the layout "packed". The exponent 0 stands for 2^-127, a subnormal."""
+    parts = [(packed >> shift) & 0xFF for shift in (0, 8, 16, 24)]
+    bits = [(each << 23) | ((each - 1 >> 31) & 1 << 22) for each in parts]
+    if arrays.is_torch(packed):
+        torch = sys.modules["torch"]
+        return torch.stack(bits, -1).flatten(-2).view(torch.float32)
+    stack = np.stack if isinstance(packed, np.ndarray) else nvrtc.cupy().stack
+    return stack(bits, -1).reshape(*packed.shape[:-1], 4 * packed.shape[-1]).view(np.float32)
+
+
 # Arrays on the host.
 
 
 def quantize_on_host(
     quantization: Quantization, operands: ForwardOperands, y: np.ndarray, extents: tuple[int, ...]
 ) -> QuantizedTensor:
-    """y in float64 as 8-bit floats, by the reference, as arrays of the input's library."""
+    """y in float64 as 8 bits, by the reference, as arrays of the input's library."""
     like = operands.input
     num_cols, shape = arrays.product(extents), tuple(y.shape)
     leading = shape[: len(shape) - len(extents)]
     values = y.reshape(arrays.product(leading), num_cols)
-    name, scaling, power_of_two, transpose, smallest_amax = quantization
-    rule = {"power_of_two": power_of_two, "smallest_amax": smallest_amax}
-    is_given = scaling == "given"
-    if is_given and operands.scale is not None:
-        rule["scale"] = arrays.to_float64(operands.scale).reshape(()).astype(np.float32)
-    quantized = fp8.quantize_by(scaling, values, name, **rule)
-    if is_given and operands.amax is not None:
+    name, scaling, layout = quantization.dtype, quantization.scaling, quantization.layout
+    rule = {"smallest_amax": quantization.smallest_amax, "upper_bound": quantization.upper_bound}
+    if scaling == "given" and operands.scale is not None:
+        given = arrays.to_float64(operands.scale).reshape(()).astype(np.float32)
+        rule["scale_inv" if quantization.divides else "scale"] = given
+    quantized = fp8.quantize_by(
+        scaling, values, name, power_of_two=quantization.power_of_two, **rule
+    )
+    if scaling == "given" and operands.amax is not None:
         largest = np.maximum(arrays.to_float64(operands.amax), quantized.amax)
         operands.amax[...] = arrays.from_float64(largest, "float32", like)
-    data, scale_inv = np.ascontiguousarray(quantized.data), np.asarray(quantized.scale_inv)
-    transposed = _of_library(np.ascontiguousarray(data.T), name, like) if transpose else None
+    data, transposed = np.ascontiguousarray(quantized.data), None
+    if quantization.transpose:
+        transposed = _of_library(np.ascontiguousarray(data.T), name, like)
     data = _of_library(data.reshape(shape), name, like)
-    shape_of_scales = scale_shape(scaling, leading, num_cols)
-    scale_inv = _of_library(scale_inv.reshape(shape_of_scales), None, like)
+    if layout == "row":
+        scales = quantized.scale_inv.reshape(scale_shape(scaling, leading, num_cols))
+        scale_inv = _of_library(scales, None, like)
+    else:
+        memory = fp8.arranged(quantized.scale_inv, layout)
+        scale_inv = arranged(_of_library(memory, None, like), quantization, leading)
     return as_quantized_tensor(quantization, data, scale_inv, transposed, like, num_cols)
 
 
@@ -205,6 +232,32 @@ def scale_shape(scaling: str, leading: tuple[int, ...], num_cols: int) -> tuple[
         return (1,)
     # A row without columns has its scale too.
     return (*leading, 1 if scaling == "row" else ceil_div(num_cols, block_cols))
+
+
+def scale_memory(
+    quantization: Quantization, leading: tuple[int, ...], num_cols: int
+) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of the memory of scale_inv, as `arranged` takes it."""
+    shape = scale_shape(quantization.scaling, leading, num_cols)
+    if quantization.layout == "row":
+        return shape, "float32"
+    num_rows, is_packed = 4 * ceil_div(arrays.product(leading), 4), quantization.layout == "packed"
+    num_parts = ceil_div(shape[-1], 4) if is_packed else shape[-1]
+    return (num_parts, num_rows), "int32" if is_packed else "float32"
+
+
+def arranged(memory: Array, quantization: Quantization, leading: tuple[int, ...]) -> Array:
+    """scale_inv: a view of its memory. reshape would give a single column or row other strides."""
+    if quantization.layout == "row":
+        return memory
+    num_parts, strides = memory.shape[0], [memory.shape[1]]
+    for at in range(len(leading)):
+        strides.insert(0, arrays.product(leading[len(leading) - at :]))
+    shape = (*leading, num_parts)
+    if arrays.is_torch(memory):
+        return memory.as_strided(shape, strides)
+    library = np if isinstance(memory, np.ndarray) else nvrtc.cupy()
+    return library.lib.stride_tricks.as_strided(memory, shape, [4 * each for each in strides])
 
 
 def as_quantized_tensor(
@@ -233,5 +286,5 @@ def _of_library(raw: np.ndarray, name: str | None, like: Array) -> Array:
     if not arrays.is_torch(like):
         return raw
     torch = sys.modules["torch"]
-    tensor = torch.from_numpy(np.ascontiguousarray(raw))
+    tensor = torch.from_numpy(raw)
     return tensor.view(getattr(torch, name)) if name else tensor

@@ -5,6 +5,7 @@ A request travels whole from the API to the launch.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, NamedTuple
 
 from ..plan.functors import Functors
@@ -21,9 +22,10 @@ def replaced(record: Any, **changes: object) -> Any:
 
 
 class Quantization(NamedTuple):
-    """How y becomes 8-bit floats.
+    """How y becomes 8 bits: cupynorm.Quantize without its arrays.
 
     scaling: one of cupynorm.plan.problem.SCALINGS. smallest_amax: a smaller amax counts as this.
+    divides: the scale among the operands is a scale_inv.
     """
 
     dtype: str
@@ -31,12 +33,16 @@ class Quantization(NamedTuple):
     power_of_two: bool = False
     transpose: bool = False
     smallest_amax: float = 0.0
+    upper_bound: float = inf
+    divides: bool = False
+    layout: str = "row"
 
 
 class ForwardOperands(NamedTuple):
     """The arrays of a forward; None for what is absent.
 
     out, out_sum: where y and the sum go. They may be the input and the residual.
+    scale: the given scale or scale_inv of an 8-bit y.
     """
 
     input: Array

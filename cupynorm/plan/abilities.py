@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ..dtypes import DTYPES
 from .devices import Device
-from .problem import Problem, Tile
+from .problem import SCALINGS, Problem, Tile
 
 # The bytes of y that a thread keeps unpacked, at most, until the scale of an 8-bit row is known:
 # the limit in cuda_src/rows/register_row.cuh.
@@ -42,7 +42,7 @@ def can_bundle(problem: Problem, device: Device) -> bool:
 def is_only_quantized(problem: Problem) -> bool:
     """Whether it is forward of 16-bit rows to 8 bits in packs of 16 bytes, with nothing fused."""
     aligned = problem.widest_pack == 8 and problem.itemsize == 2
-    return bool(problem.scaling) and aligned and problem.extras <= {problem.scaling, "amax"}
+    return bool(problem.scaling) and aligned and problem.extras <= {*SCALINGS, "amax"}
 
 
 def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
@@ -52,7 +52,7 @@ def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
     one launch is enough if all of y is in registers and lanes of one warp hold each block. No
     slice of a cluster and no warp's part of a ring may end inside a block.
     """
-    if problem.scaling != "block":
+    if problem.scaling not in ("block", "block64"):
         return problem.scaling != "tensor"
     block = problem.cols_of_scale
     if tile.path == "ring":

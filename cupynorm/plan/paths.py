@@ -96,7 +96,8 @@ def register_tile(
         fit = filled(problem, tile) * (1.0 if tile.exact else 0.9)
         few = moving < ENOUGH_BYTES or tile.blocks_per_sm == 1
         long = problem.scaling is not None or (problem.forward and few)
-        wanted = 64 if problem.scaling in ("given", "tensor") else 54 if problem.scaling else 48
+        one_scale = problem.scaling in ("given", "tensor") and not problem.store
+        wanted = 64 if one_scale else 54 if problem.scaling else 48
         return counted * fit, -abs(tile.elements - wanted) if long else tile.threads_per_row
 
     short = [tile for tile in shapes if tile.elements <= max(most, tile.pack_size)]
@@ -172,7 +173,7 @@ def ring_share(problem: Problem, tile: Tile) -> float:
 def ring_tile(problem: Problem, device: Device, sizes: tuple[int, ...]) -> Tile | None:
     """The best tile whose ring fits registers and shared memory."""
     # With small packs no warp has all columns of a block that share a scale.
-    split = problem.scaling == "block" and problem.widest_pack * problem.itemsize < 16
+    split = problem.scaling in ("block", "block64") and problem.widest_pack * problem.itemsize < 16
     rings = _rings(problem, device, sizes) if can_ring(problem, device) and not split else ()
     return max(rings, key=lambda tile: _ring_score(problem, tile), default=None)
 

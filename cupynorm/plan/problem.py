@@ -141,12 +141,12 @@ Direction = Literal["forward", "backward"]
 NormName = Literal["layer_norm", "rms_norm"]
 DIRECTIONS, NORMS = get_args(Direction), get_args(NormName)
 # Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
-SCALINGS = ("given", "tensor", "row", "block")
+SCALINGS = ("given", "tensor", "row", "block", "block64")
 
 
 def cols_of_scale(scaling: str | None, num_cols: int) -> int | None:
     """Columns of a row that share a scale; None if the scale is that of the whole tensor."""
-    return {"row": num_cols, "block": 128}.get(scaling)
+    return {"row": num_cols, "block": 128, "block64": 64}.get(scaling)
 
 
 class OperandLayout(NamedTuple):
@@ -285,10 +285,10 @@ class Problem:
     @cached_property
     def extras(self) -> frozenset[str]:
         """Words for what is fused with the norm: names of fields, "wide" for
-        parameters of a wider dtype than x, and the scaling."""
+        parameters of a wider dtype than x, and the scaling, "block" for blocks of any width."""
         words = {name for name in _FUSED if getattr(self, name)}
         words |= {"wide"} if self.has_wide_parameters else set()
-        return frozenset(words | ({self.scaling} if self.scaling else set()))
+        return frozenset(words | ({self.scaling.removesuffix("64")} if self.scaling else set()))
 
     @property
     def cols_of_scale(self) -> int | None:

@@ -160,6 +160,7 @@ def test_all_scalings_and_sources_of_8_bits_are_covered():
         # shared memory, rows that are read again, and slices that end inside a block.
         blocks = {"warp": at_once, "uncached": twice}.get(name, at_once | twice)
         given = at_once | {"write"}  # without an amax to record
+        assert found.pop("block64") == blocks
         assert found == {"given": given, "tensor": twice, "row": at_once, "block": blocks}
         functors = {
             functor for source, functor in recorder.functors if source == f"forward_{name}.cu"

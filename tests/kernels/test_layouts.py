@@ -212,7 +212,7 @@ def test_x_in_another_layout_on_a_path_that_dispatch_rarely_takes(layout, librar
 @pytest.mark.parametrize("layout", ["gap", "misaligned", "broadcast", "reversed"])
 def test_x_of_an_8_bit_output_in_another_layout(layout, scale, library):
     def call(x):
-        y = cupynorm.layer_norm(x, 640, out_dtype="float8_e4m3fn", scale=scale)
+        y = cupynorm.layer_norm(x, 640, out_dtype=cupynorm.Quantize("float8_e4m3fn", scale))
         return y.data, y.scale_inv
 
     same_as_contiguous(library, call, drawn(640, library, {"x": layout}))

@@ -124,7 +124,9 @@ class Importing(types.ModuleType):
 
 def test_8_bit_outputs_are_compiled_beside_lazy_modules(compile_anew):
     def call(x):
-        return cupynorm.rms_norm(x, 40, out_dtype="float8_e5m2", scale="row").dequantize()
+        return cupynorm.rms_norm(
+            x, 40, out_dtype=cupynorm.Quantize("float8_e5m2", "row")
+        ).dequantize()
 
     with mock.patch.dict(sys.modules, lazy=Importing("lazy")):
         made = compile_anew(call, backend="eager")(x := random(3, 40))

@@ -300,7 +300,7 @@ def test_explicit_forwards_and_linear_layers_of_meta_tensors():
     with pytest.raises(TypeError, match="input is a torch tensor on meta, which has no memory"):
         with cupynorm.fp8_autocast():
             layer(x)
-    y = cupynorm.layer_norm(x, 8, out_dtype="float8_e4m3fn", scale="row")
+    y = cupynorm.layer_norm(x, 8, out_dtype=cupynorm.Quantize("float8_e4m3fn", "row"))
     assert y.data.is_meta and y.data.shape == (3, 8) and y.scale_inv.shape == (3, 1)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.quantized import expected
+from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import compute_dtype
 from cupynorm.gpu import arrays
 from cupynorm.norm import cache
@@ -14,7 +14,15 @@ from cupynorm.norm.quantized_tensor import QuantizedTensor
 
 torch = pytest.importorskip("torch")
 
-SCALES = ("given", "tensor", "row", "block")
+SCALES = ("given", "tensor", "row", "block", "block64")
+
+
+def how_of(scaling, name="float8_e4m3fn", scale=None, **options):
+    """That of one of SCALES. scale: a given one."""
+    if scaling == "given":
+        return cupynorm.Quantize(name, scale, **options)
+    group_size = 64 if scaling == "block64" else 128
+    return cupynorm.Quantize(name, scaling.removesuffix("64"), group_size=group_size, **options)
 
 
 def random(*shape, dtype=torch.float32, seed=0, device="cpu"):
@@ -24,7 +32,11 @@ def random(*shape, dtype=torch.float32, seed=0, device="cpu"):
 
 def numpy(tensor):
     tensor = tensor.cpu()
-    return (tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor).numpy()
+    return (
+        tensor.view(torch.uint8)
+        if tensor.dtype.itemsize == 1 and tensor.is_floating_point()
+        else tensor
+    ).numpy()
 
 
 def same_bytes(x, y):
@@ -53,10 +65,8 @@ def assert_exact(
     num_rows, num_cols = x.shape
     dtype = arrays.dtype_name(x)
     amax = torch.zeros(1, device=x.device) if scaling == "given" else None
-    given = scale if scaling == "given" else scaling
-    made = call(
-        x, num_cols, out_dtype=name, scale=given, amax=amax, power_of_two=power_of_two, **options
-    )
+    how = how_of(scaling, name, scale, amax=amax, power_of_two=power_of_two)
+    made = call(x, num_cols, out_dtype=how, **options)
     assert (
         isinstance(made, QuantizedTensor)
         and made.format == name
@@ -71,7 +81,8 @@ def assert_exact(
             **options,
         )
     )
-    truth = expected(y, name, scaling, None if scale is None else numpy(scale)[0], power_of_two)
+    given = None if scale is None else numpy(scale)[0]
+    truth = expected(y, How(name, scaling, power_of_two=power_of_two), given)
     assert same_bytes(numpy(made.data), truth.data), where_off(numpy(made.data), truth.data)
     assert same_floats(numpy(made.scale_inv), truth.scale_inv)
     if amax is not None:

@@ -131,8 +131,9 @@ def test_fp8_calls_of_negated_operands(device, scale):
         tensors["scale"] = torch.tensor([0.5], device=device)
 
     def call(x, weight, scale=scale):
-        options = {"out_dtype": "float8_e4m3fn", "transpose": not isinstance(scale, str)}
-        y = cupynorm.layer_norm(x, COLS, weight, scale=scale, **options)
+        transpose = not isinstance(scale, str)
+        how = cupynorm.Quantize("float8_e4m3fn", scale, transpose=transpose)
+        y = cupynorm.layer_norm(x, COLS, weight, out_dtype=how)
         return (
             y.data.float(),
             y.scale_inv,
@@ -250,7 +251,7 @@ def test_what_a_kernel_writes_is_not_negated(device):
         cupynorm.layer_norm(x, COLS, out=without_memory(x))
     amax = torch._neg_view(torch.zeros(1, device=device))
     with pytest.raises(ValueError, match=f"amax {sentence}"):
-        cupynorm.layer_norm(x, COLS, out_dtype="float8_e4m3fn", amax=amax)
+        cupynorm.layer_norm(x, COLS, out_dtype=cupynorm.Quantize("float8_e4m3fn", amax=amax))
 
 
 def test_a_negated_out_on_the_cpu():

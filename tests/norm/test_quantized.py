@@ -12,7 +12,7 @@ import pytest
 
 import cupynorm
 from cupynorm import Launch
-from cupynorm.check.quantized import expected
+from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.norm import cache
 from cupynorm.plan.devices import DEVICES as GPUS
@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 from float8_bytes import (  # noqa: E402  (imports torch)
     SCALES,
     assert_exact,
+    how_of,
     numpy,
     random,
     same_bytes,
@@ -93,9 +94,7 @@ def test_bytes_of_every_strategy(strategy, scaling, device):
         random(num_cols, dtype=torch.bfloat16, seed=seed, device=device) for seed in (1, 2)
     )
     options = {"weight": weight, "bias": bias, "launch": Launch(strategy)}
-    made = cupynorm.layer_norm(
-        x, num_cols, out_dtype=E4M3, scale=None if scaling == "given" else scaling, **options
-    )
+    made = cupynorm.layer_norm(x, num_cols, out_dtype=how_of(scaling), **options)
     plan = next(reversed(cache.forwards.values())).plan
     y = cupynorm.layer_norm_forward(
         x,
@@ -105,7 +104,7 @@ def test_bytes_of_every_strategy(strategy, scaling, device):
         out_dtype="float32",
         launch=Launch(strategy, plan.tile, plan.statistics),
     )
-    truth = expected(numpy(y.y), E4M3, scaling)
+    truth = expected(numpy(y.y), How(E4M3, scaling), None)
     assert same_bytes(numpy(made.data), truth.data), where_off(numpy(made.data), truth.data)
     assert same_bytes(numpy(made.scale_inv), truth.scale_inv)
 
@@ -339,9 +338,9 @@ def test_bytes_of_special_values(what, scaling, device):
 
 def test_a_row_of_nan_or_infinity_changes_no_other_row(device):
     x = random(4, 512, dtype=torch.bfloat16, device=device)
-    plain = cupynorm.layer_norm(x, 512, out_dtype=E4M3, scale="row")
+    plain = cupynorm.layer_norm(x, 512, out_dtype=how_of("row"))
     x[1, 7], x[2, 300] = float("nan"), float("inf")
-    made = cupynorm.layer_norm(x, 512, out_dtype=E4M3, scale="row")
+    made = cupynorm.layer_norm(x, 512, out_dtype=how_of("row"))
     for row in (0, 3):
         assert same_bytes(numpy(made.data)[row], numpy(plain.data)[row])
     assert (numpy(made.data)[1:3] == 0x7F).all() and made.dequantize()[1:3].isnan().all()
@@ -355,10 +354,10 @@ def test_bytes_with_power_of_two(scaling, device):
 
 def test_leading_dimensions_and_strides_do_not_change_the_bytes(device):
     x = random(2, 3, 304, dtype=torch.bfloat16, device=device)[..., 3:259]
-    made = cupynorm.layer_norm(x, 256, out_dtype=E4M3, scale="block")
+    made = cupynorm.layer_norm(x, 256, out_dtype=how_of("block"))
     assert made.shape == (2, 3, 256) and made.scale_inv.shape == (2, 3, 2)
     again = cupynorm.layer_norm(
-        x.contiguous(), 256, out_dtype=E4M3, scale="block", **same_tile(x, "block", E4M3, {})
+        x.contiguous(), 256, out_dtype=how_of("block"), **same_tile(x, "block", E4M3, {})
     )
     assert same_bytes(numpy(made.data), numpy(again.data))
 
@@ -378,8 +377,6 @@ def test_misaligned_rows_have_the_same_bytes(first_col, num_cols, scaling, devic
         x,
         num_cols,
         weight,
-        out_dtype=E4M3,
-        scale=None if scaling == "given" else scaling,
-        transpose=transpose,
+        out_dtype=how_of(scaling, transpose=transpose),
     )
     assert not transpose or same_bytes(numpy(made.transposed), numpy(made.data).T)

@@ -7,11 +7,11 @@ import pytest
 from cupynorm.reference import fp8
 
 import cupynorm
-from cupynorm.check.quantized import expected
+from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import FLOAT8S
 
 torch = pytest.importorskip("torch")
-from float8_bytes import SCALES, numpy, random, same_bytes  # noqa: E402  (imports torch)
+from float8_bytes import SCALES, how_of, numpy, random, same_bytes  # noqa: E402  (imports torch)
 
 E4M3, E5M2 = FLOAT8S
 
@@ -19,13 +19,14 @@ E4M3, E5M2 = FLOAT8S
 def test_amax_is_updated_and_scale_is_read_on_the_device(device):
     x = random(5, 768, device=device)
     amax, scale = torch.tensor([100.0], device=device), torch.tensor([2.0], device=device)
-    first = cupynorm.rms_norm(x, 768, out_dtype=E4M3, scale=scale, amax=amax)
+    how = cupynorm.Quantize(E4M3, scale, amax=amax)
+    first = cupynorm.rms_norm(x, 768, out_dtype=how)
     assert amax.item() == 100  # larger than any y
     scale.fill_(4.0)
-    second = cupynorm.rms_norm(x, 768, out_dtype=E4M3, scale=scale, amax=amax)
+    second = cupynorm.rms_norm(x, 768, out_dtype=how)
     assert first.scale_inv.item() == 0.5 and second.scale_inv.item() == 0.25
     amax.zero_()
-    cupynorm.rms_norm(x, 768, out_dtype=E4M3, scale=scale, amax=amax)
+    cupynorm.rms_norm(x, 768, out_dtype=how)
     y = cupynorm.rms_norm(x, 768)
     assert amax.item() == pytest.approx(y.abs().max().item(), rel=1e-6)
 
@@ -37,9 +38,7 @@ def test_dequantize_gives_y_within_half_a_step(scaling, anywhere):
     made = cupynorm.layer_norm(
         x,
         200,
-        out_dtype=E4M3,
-        scale=None if scaling == "given" else scaling,
-        transpose=scaling in ("given", "tensor"),
+        out_dtype=how_of(scaling, transpose=scaling in ("given", "tensor")),
     )
     y = cupynorm.layer_norm(x, 200, out_dtype="float32")
     got = made.dequantize("float32")
@@ -68,8 +67,7 @@ def test_dequantize_of_rows_of_several_dimensions(shape, num_dims, scaling, anyw
         random(*shape, device=anywhere),
         shape[-num_dims:],
         weight,
-        out_dtype=E4M3,
-        scale=None if scaling == "given" else scaling,
+        out_dtype=how_of(scaling),
     )
     rows = numpy(made.data).reshape(-1, weight.numel())
     lies = {"given": (), "tensor": (), "row": len(rows)}.get(scaling, (len(rows), -1))
@@ -90,8 +88,7 @@ def test_gradients_flow_as_if_nothing_was_rounded(scaling, anywhere):
         weight,
         residual=residual,
         return_residual=True,
-        out_dtype=E5M2,
-        scale=None if scaling == "given" else scaling,
+        out_dtype=how_of(scaling, E5M2),
     )
     torch.autograd.backward((made.dequantize(), added), (dy, dsum))
     got = [each.grad for each in (x, weight, residual)]
@@ -108,8 +105,7 @@ def test_an_input_without_rows_has_empty_results(anywhere):
         made = cupynorm.layer_norm(
             torch.empty(0, 40, device=anywhere),
             40,
-            out_dtype=E4M3,
-            scale=None if scaling == "given" else scaling,
+            out_dtype=how_of(scaling),
         )
         assert made.shape == (0, 40) and made.dequantize().shape == (0, 40)
 
@@ -120,9 +116,7 @@ def test_rows_without_columns_have_empty_results(anywhere):
         made = cupynorm.layer_norm(
             torch.empty(3, 0, device=anywhere),
             0,
-            out_dtype=E4M3,
-            scale=None if scaling == "given" else scaling,
-            transpose=transpose,
+            out_dtype=how_of(scaling, transpose=transpose),
         )
         assert made.shape == made.dequantize().shape == (3, 0)
         assert tuple(made.transposed.shape) == (0, 3) if transpose else made.transposed is None
@@ -132,9 +126,11 @@ def test_a_scale_and_an_amax_may_be_inside_larger_tensors(device):
     """Also strided ones. Their neighbours are not written."""
     x = random(5, 200, device=device)
     scales, amaxes = torch.arange(1.0, 9.0, device=device), torch.zeros(4, 6, device=device)
-    made = cupynorm.rms_norm(x, 200, out_dtype=E4M3, scale=scales[4:5], amax=amaxes[1:3, 2::9][1:])
+    made = cupynorm.rms_norm(
+        x, 200, out_dtype=how_of("given", E4M3, scales[4:5], amax=amaxes[1:3, 2::9][1:])
+    )
     plain, amax = torch.tensor(5.0, device=device), torch.zeros((), device=device)
-    same = cupynorm.rms_norm(x, 200, out_dtype=E4M3, scale=plain, amax=amax)
+    same = cupynorm.rms_norm(x, 200, out_dtype=how_of("given", E4M3, plain, amax=amax))
     assert same_bytes(numpy(made.data), numpy(same.data)) and made.scale_inv.item() == np.float32(
         0.2
     )
@@ -147,13 +143,11 @@ def test_cupy_arrays_have_the_bytes_of_torch_tensors(scaling):
     """The bytes are those of torch tensors, as uint8."""
     cupy = pytest.importorskip("cupy")
     x = random(6, 4, 100, device="cuda")
-    options = {
-        "scale": None if scaling == "given" else scaling,
-        "transpose": scaling in ("given", "tensor"),
-    }
-    expected = cupynorm.layer_norm(x, (4, 100), out_dtype=E4M3, **options)
+    options = {"transpose": scaling in ("given", "tensor")}
+    expected = cupynorm.layer_norm(x, (4, 100), out_dtype=how_of(scaling, **options))
     amax = cupy.zeros(1, np.float32) if scaling == "given" else None
-    made = cupynorm.layer_norm(cupy.from_dlpack(x), (4, 100), out_dtype=E4M3, amax=amax, **options)
+    how = how_of(scaling, amax=amax, **options)
+    made = cupynorm.layer_norm(cupy.from_dlpack(x), (4, 100), out_dtype=how)
     for got, want in (
         (made.data, expected.data),
         (made.scale_inv, expected.scale_inv),
@@ -170,10 +164,8 @@ def test_numpy_arrays_are_quantised_from_float64():
     """By the reference, from float64. data is uint8."""
     x = numpy(random(6, 200))
     for scaling in SCALES:
-        made = cupynorm.layer_norm(
-            x, 200, out_dtype=E4M3, scale=None if scaling == "given" else scaling
-        )
-        truth = expected(cupynorm.layer_norm(x.astype(np.float64), 200), E4M3, scaling)
+        made = cupynorm.layer_norm(x, 200, out_dtype=how_of(scaling))
+        truth = expected(cupynorm.layer_norm(x.astype(np.float64), 200), How(E4M3, scaling), None)
         assert same_bytes(made.data, truth.data) and same_bytes(made.scale_inv, truth.scale_inv)
         y = cupynorm.layer_norm(x, 200)
         assert (
@@ -181,5 +173,5 @@ def test_numpy_arrays_are_quantised_from_float64():
             and (abs(made.dequantize() - y) <= abs(y) / 16 + 2**-5).all()
         )
     amax = np.zeros(1, np.float32)
-    cupynorm.layer_norm(x, 200, out_dtype=E4M3, amax=amax)
+    cupynorm.layer_norm(x, 200, out_dtype=how_of("given", amax=amax))
     assert amax[0] == np.float32(abs(cupynorm.layer_norm(x.astype(np.float64), 200)).max())

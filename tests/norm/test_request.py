@@ -18,7 +18,7 @@ from cupynorm.norm.launch_choice import (
     of_backward,
     planned_with,
 )
-from cupynorm.norm.options import quantization, with_checked_options
+from cupynorm.norm.options import with_checked_options
 from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from cupynorm.norm.request import (
     BackwardOperands,
@@ -130,32 +130,6 @@ def test_a_backward_takes_the_strategy_and_not_the_tile():
     assert of_backward(launch) == Launch("warp", sm_margin={"backward": 4})
 
 
-# quantization.
-
-
-@pytest.mark.parametrize("out_dtype", [None, "float32", "bfloat16", torch.float16, np.float64])
-def test_an_output_that_is_not_8_bit_has_no_quantization(out_dtype):
-    assert quantization(out_dtype, None, None, False, False) is None
-
-
-@pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", torch.float8_e4m3fn])
-@pytest.mark.parametrize("scale", [None, np.ones(1, np.float32)], ids=["no scale", "an array"])
-def test_a_scale_that_is_no_name_is_a_given_scale(out_dtype, scale):
-    made = quantization(out_dtype, scale, None, False, False)
-    assert made == Quantization("float8_e4m3fn", "given", False, False)
-
-
-@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
-def test_a_scale_by_name_is_the_scaling(scaling):
-    made = quantization("float8_e5m2", scaling, None, True, False)
-    assert made == Quantization("float8_e5m2", scaling, True, False)
-
-
-def test_quantization_makes_python_bools_of_numpy_bools():
-    made = quantization("float8_e4m3fn", "tensor", None, np.True_, np.True_)
-    assert made.power_of_two is True and made.transpose is True
-
-
 # with_checked_options.
 
 
@@ -167,17 +141,6 @@ def test_checking_returns_a_plain_request_itself():
 def test_checking_brings_options_to_their_types():
     _, options = with_checked_options(forward_request(options=PLAIN._replace(round_x_hat=1)))
     assert options.round_x_hat is True
-
-
-def test_checking_drops_the_name_of_a_scaling_and_keeps_an_array():
-    scale = np.ones(1, np.float32)
-    options = PLAIN._replace(quantization=Quantization("float8_e4m3fn", "row"))
-    assert (
-        with_checked_options(forward_request(options=options, scale="row")).operands.scale is None
-    )
-    assert (
-        with_checked_options(forward_request(options=options, scale=scale)).operands.scale is scale
-    )
 
 
 # is_plain. It reads which operands are there, not their values.

@@ -11,6 +11,7 @@ import pytest
 from cupynorm.reference import fp8
 
 FORMATS = tuple(fp8.FORMATS)
+FLOATS = tuple(name for name in FORMATS if name != "int8")
 LARGEST = {name: each.largest for name, each in fp8.FORMATS.items()}
 
 
@@ -47,7 +48,7 @@ def others(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
     return made
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FLOATS)
 def test_decode_is_that_of_ml_dtypes(name):
     raw = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(
@@ -60,7 +61,7 @@ def test_decode_is_that_of_ml_dtypes(name):
     assert np.signbit(fp8.decode(np.uint8(0x80), name))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FLOATS)
 def test_encode_is_the_cast_of_other_libraries_up_to_the_largest_value(name):
     for values in (every_float16(), tricky(name)):
         got = fp8.encode(values, name)
@@ -78,7 +79,7 @@ def test_encode_is_the_cast_of_other_libraries_up_to_the_largest_value(name):
         assert (got[np.isnan(values)] == 0x7F).all() and np.isnan(values).any()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FLOATS)
 def test_float64_is_rounded_once(name):
     """A value just above a midpoint would be a tie if it were rounded to float32 first."""
     exact = np.sort(finite(name))
@@ -90,7 +91,7 @@ def test_float64_is_rounded_once(name):
     assert (ties % 2 == 0).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FLOATS)
 def test_every_byte_is_decoded_and_encoded_again(name):
     raw = np.arange(256, dtype=np.uint8)
     values = fp8.decode(raw, name)
@@ -99,14 +100,23 @@ def test_every_byte_is_decoded_and_encoded_again(name):
     assert (fp8.encode(values, name)[np.isnan(values)] == 0x7F).all()
 
 
+def test_int8_is_rounded_half_to_even_and_saturated():
+    values = np.array([0.5, 1.5, -2.5, 127.5, -127.5, -128.5, 1e9, -1e9, np.inf, np.nan])
+    wanted = [0, 2, -2, 127, -128, -128, 127, -128, 127, 0]
+    assert fp8.encode(values, "int8").tolist() == wanted
+    raw = np.arange(256, dtype=np.uint8)
+    assert np.array_equal(fp8.encode(fp8.decode(raw, "int8"), "int8").view(np.uint8), raw)
+
+
 # Scales.
 
-AMAXES = np.array([0.0, 1.0, 3.0, 448.0, 1e-3, 1e-38, 1e-45, 3e38, np.inf, np.nan], np.float32)
+AMAXES = [0.0, 1.0, 3.0, 448.0, 1e-3, 1.2e-38, 1e-45, 3e38, np.inf, np.nan, 1e-38]
+AMAXES = np.array(AMAXES, np.float32)
 
 
 def scale_by_hand(amax: float, largest: float) -> float:
     """One scale in exact arithmetic, rounded once to float32."""
-    if amax == 0 or not math.isfinite(amax):
+    if amax < 2.0**-126 or not math.isfinite(amax):
         return 1.0
     exact = Fraction(largest) / Fraction(amax)
     top = Fraction(float(np.finfo(np.float32).max))
@@ -125,6 +135,9 @@ def test_scale_of_an_amax_is_largest_by_amax(name):
         and floored[2] == scale[2]
     )
     assert floored[8] == floored[9] == 1.0
+    bounded = fp8.scale_of(AMAXES, name, upper_bound=2.0)
+    assert bounded[2] == bounded[3] == bounded[8] == np.float32(LARGEST[name] / 2)
+    assert bounded[1] == scale[1] and bounded[9] == 1.0  # NaN
     powers = fp8.scale_of(AMAXES, name, power_of_two=True)
     mantissa, _ = np.frexp(powers)
     assert (

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...dtypes import DTYPES, FLOAT8S, decode, encode
+from ...dtypes import DTYPES, EIGHT_BITS, FLOAT8S, decode, encode
 from ...plan.candidates import candidates
 from ...plan.devices import DEVICES
 from ...plan.problem import SCALINGS, Layout
@@ -161,9 +161,18 @@ def possible(drawn: Draw) -> Draw:
 
 def _how(generator: random.Random) -> How:
     scaling = generator.choice(SCALINGS)
-    has_power = scaling in ("tensor", "row", "block") and generator.random() < 0.4
-    has_amax = scaling == "given" and generator.random() < 0.5
-    return How(generator.choice(list(FLOAT8S)), scaling, has_amax, has_power)
+    is_given, in_blocks = scaling == "given", scaling.startswith("block")
+    has_power = not is_given and generator.random() < 0.4
+    layout = generator.choice(("row", "column", *["packed"] * has_power)) if in_blocks else "row"
+    return How(
+        generator.choice(list(EIGHT_BITS if scaling in ("given", "row") else FLOAT8S)),
+        scaling,
+        is_given and generator.random() < 0.5,
+        has_power,
+        None if is_given else generator.choice([None, None, 2.0]),
+        is_given and generator.random() < 0.3,
+        layout,
+    )
 
 
 def _quantizable(case: Case) -> Case:

@@ -130,7 +130,7 @@ class Started:
             found = _off(judge_bytes(problem.case, how, *self._beside_plain)) + found
         found += _repeated(results, self._again())
         if self._alone is not None:
-            one_a_row = how is not None and how.scaling != "given"
+            one_a_row = how is not None and how.scaling != "given" and how.layout == "row"
             found += _alone(results, self._alone(), self._row, *["scale_inv"] * one_a_row)
         return found
 

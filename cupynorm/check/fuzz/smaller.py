@@ -44,9 +44,10 @@ def _simpler(drawn: Draw) -> Iterator[Draw]:
         rest = {other: layout for other, layout in drawn.layouts.items() if other != name}
         yield replace(drawn, layouts=rest)
     if drawn.how is not None:
-        for name in ("amax", "power_of_two"):
-            if getattr(drawn.how, name):
-                yield replace(drawn, how=drawn.how._replace(**{name: False}))
+        for name, default in drawn.how._field_defaults.items():
+            is_packed = drawn.how.layout == "packed"  # which needs powers of two
+            if getattr(drawn.how, name) != default and not (is_packed and name == "power_of_two"):
+                yield replace(drawn, how=drawn.how._replace(**{name: default}))
         yield replace(drawn, how=None)
     if drawn.route != "kernels":
         yield replace(drawn, route="kernels")
