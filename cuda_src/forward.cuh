@@ -98,8 +98,7 @@ struct Forward {
                                          Compute (&y_values)[pack_size]) const {
     store.affine(normalized, kept, y_values);
     if constexpr (has_functor<Store>) {  // its arrays have no row or column beyond the last one
-      if (present)
-        store.functor.apply(row, col, y_values, other_y<centered>(row, mean_rstd));
+      if (present) store.functor.apply(row, col, y_values, other_y<centered>(row, mean_rstd));
     }
   }
   template <bool centered>

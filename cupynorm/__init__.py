@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .plan.problem import Tile as Tile
     from .plan.strategies import STRATEGIES as STRATEGIES
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # reference/ and cuda_src/ are beside the package in a checkout, and inside an installed package.
 if not (Path(__file__).parent / "reference").is_dir():

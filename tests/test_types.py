@@ -24,7 +24,11 @@ x = torch.randn(8, 64)
 y = cupynorm.layer_norm(x, 64, torch.ones(64), torch.zeros(64), eps=1e-6)
 y.sum().backward()
 cupynorm.layer_norm_linear(x, torch.ones(64), None, torch.ones(8, 64)).sum()
-y, s = cupynorm.rms_norm(x, (64,), residual=x, return_residual=True)
+y, s = cupynorm.rms_norm(x, (64,), residual=x, out=(x, x), return_residual=True)
+s.sum().backward()
+row: np.ndarray = cupynorm.rms_norm(np.ones((2, 8)), 8, launch=cupynorm.Launch("warp"))
+quantized = cupynorm.layer_norm(x, 64, out_dtype=cupynorm.Quantize("float8_e4m3fn", "row"))
+quantized.dequantize()
 model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(64, 64), cupynorm.RMSNorm(64))
 cupynorm.swap_norms(model).undo()
 strategy: str = cupynorm.plan(4096, device=cupynorm.DEVICES["H200"]).strategy
@@ -35,6 +39,12 @@ statistics = cupynorm.layer_norm_forward(np.ones((2, 8)), 8).mean
 WRONG = """\
 import cupynorm
 cupynorm.layer_norm(1, 4, eps="a")
+cupynorm.layer_norm(1.5, 4).backward()
+cupynorm.rms_norm(1.5, 4, return_residual=True).real
+cupynorm.rms_norm(1.5, 4, out_dtype=cupynorm.Quantize("int8", "row")).real
+cupynorm.layer_norm(1, 4, strategy="warp")
+cupynorm.Launch("wrap")
+cupynorm.plan(4096, statistics="one_pass")
 cupynorm.layernorm(1, 4)
 cupynorm.plan("4096")
 cupynorm.plan(4096).stratagem

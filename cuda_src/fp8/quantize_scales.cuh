@@ -72,9 +72,8 @@ struct QuantizeScales : AffineStore {
           values_of_row.col_of(index * RowScales::packs_per_scale) / cols_of_block<scaling>;
       const float scale = rule.scale_of(scales.largest.values[at].bits(), largest_finite);
       scales.factors[at] = scale;
-      const bool is_first =
-          present && Blocks::is_first_holder() && index < RowScales::num_scales &&
-          part < places.parts;
+      const bool is_first = present && Blocks::is_first_holder() && index < RowScales::num_scales &&
+                            part < places.parts;
       if (is_first) places.save(scale_inv, row, part, inverse_of(scale));
     }
   }

@@ -42,8 +42,7 @@ constexpr bool fetches_ahead = [] {
 
 // f(col, y_values, in_row) for each pack: y in the compute type, before it is scaled.
 template <bool centered, class Call, class Row, class Compute, class F>
-__device__ __forceinline__ void for_each_result(const Call& call, long long row,
-                                                Row& values_of_row,
+__device__ __forceinline__ void for_each_result(const Call& call, long long row, Row& values_of_row,
                                                 const RowStatistics<Compute>& statistics,
                                                 bool present, F f) {
   values_of_row.for_each_pack_with(

@@ -69,8 +69,8 @@ struct ScaleRule {
   __device__ __forceinline__ float scale_of(unsigned amax_bits, float largest) const {
     if (amax_bits > infinity_bits) return 1.0f;
     // Bits compare as floats do.
-    const unsigned bits = min(max(amax_bits, static_cast<unsigned>(smallest)),
-                              static_cast<unsigned>(upper));
+    const unsigned bits =
+        min(max(amax_bits, static_cast<unsigned>(smallest)), static_cast<unsigned>(upper));
     if (bits < 1u << 23 || bits >= infinity_bits) return 1.0f;
     const unsigned scale =
         min(static_cast<unsigned>(quotient_bits(largest, bits)), infinity_bits - 1);
@@ -101,8 +101,8 @@ struct ScalePlaces {
       scale_inv[row * row_stride + part * part_stride] = inverse;
       return;
     }
-    auto* const four = reinterpret_cast<unsigned char*>(scale_inv + row * row_stride +
-                                                        part / 4 * part_stride);
+    auto* const four =
+        reinterpret_cast<unsigned char*>(scale_inv + row * row_stride + part / 4 * part_stride);
     four[part % 4] = static_cast<unsigned char>(__float_as_uint(inverse) >> 23);
     if (part + 1 == parts)
       for (int at = part % 4 + 1; at < 4; ++at) four[at] = 0;

@@ -205,7 +205,7 @@ def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:
 def as_matrix(quantized: QuantizedTensor) -> QuantizedTensor:
     """An input that fits, as rows."""
     scale_inv = quantized.scale_inv
-    scale_inv = scale_inv if quantized.block_rows is None else as_rows(scale_inv)
+    scale_inv = scale_inv if quantized.block_rows is None else as_rows(scale_inv).contiguous()
     return replaced(quantized, data=as_rows(quantized.data), scale_inv=scale_inv)
 
 

@@ -7,27 +7,103 @@ lists the steps from here to the launch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from ..plan.functors import Fuse
 from .eight_bits import parts_of
 from .functors import bind_functors
 from .launch_choice import Launch, checked_launch
-from .options import (
-    extents_of,
-    names_what_was_removed,
-    pair_of,
-    with_checked_options,
-)
+from .options import extents_of, names_what_was_removed, pair_of, with_checked_options
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
 from .results import Forward
 from .route import call, explicit_forward
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .eight_bits import Quantize
+    from .quantized_tensor import QuantizedTensor
+
+T = TypeVar("T")  # the input's type: results are of its library
+Shape = int | Sequence[int]
+Outs = tuple[Array | None, Array | None]
+
+
+class NormOptions(TypedDict, total=False):
+    """Keywords on which the type of what layer_norm and rms_norm return does not depend."""
+
+    residual: Array | None
+    zero_centered_weight: bool
+    round_x_hat: bool
+    out: Array | Outs | None
+    fuse: Fuse
+    launch: Launch | None
+
+
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: Literal[False] = False,
+    out_dtype: Quantize,
+    **options: Unpack[NormOptions],
+) -> QuantizedTensor: ...
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: Literal[True],
+    out_dtype: Quantize,
+    **options: Unpack[NormOptions],
+) -> tuple[QuantizedTensor, T]: ...
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: Literal[False] = False,
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> T: ...
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: Literal[True],
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> tuple[T, T]: ...
+@overload
+def layer_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    return_residual: bool,
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> Any: ...
 @names_what_was_removed
 def layer_norm(
     input: Array,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: Shape,
     weight: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
@@ -35,88 +111,51 @@ def layer_norm(
     residual: Array | None = None,
     return_residual: bool = False,
     zero_centered_weight: bool = False,
-    out_dtype: Any = None,
-    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
+    out: Array | Outs | None = None,
+    out_dtype: Any = None,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Any:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
 
-    y = (x - mean) / sqrt(var + eps) * weight + bias; cupynorm.reference.layer_norm has the formula
-    and its gradients.
+    y = (x - mean) / sqrt(var + eps) * weight + bias; gradients: cupynorm.reference.layer_norm.
 
     Examples:
-        >>> x = np.array([[1.0, 2.0, 3.0, 6.0]])
+        >>> x = np.array([[1.0, 2.0, 3.0, 6.0]])  # or a CuPy array
         >>> cupynorm.layer_norm(x, 4).round(3)
         array([[-1.069, -0.535,  0.   ,  1.604]])
+        >>> t = torch.tensor([[1.0, 2.0, 3.0, 6.0]], requires_grad=True)
+        >>> cupynorm.layer_norm(t, 4)[0, 3].backward()
+        >>> t.grad.numpy().round(3)
+        array([[ 0.095, -0.019, -0.134,  0.057]], dtype=float32)
 
-    input: shape (..., *normalized_shape); float16, bfloat16, float32 or float64. A CuPy array, a
-        torch tensor, a NumPy array or any object with __dlpack__. Any strides: contiguous rows are
-        read in place, others are copied first.
+    input: shape (..., *normalized_shape), of float16, bfloat16, float32 or float64, in any strides.
+        A CuPy array, a torch tensor, a NumPy array or any object with __dlpack__.
     normalized_shape: an int or the trailing shape to normalise over.
-    weight, bias: shape normalized_shape, each optional, of any of the four dtypes, on the input's
-        device.
-    eps: added to the variance. It may be 0 or negative; a row whose variance does not exceed -eps
-        is then Inf or NaN, as in float64.
-
-    Residual:
-
-    residual: of the input's shape, of any of the four dtypes: a residual stream can stay in float32
-        beside 16-bit inputs. input + residual is normalised, rounded once to the residual's dtype.
-        Each gradient has its tensor's dtype.
-    return_residual: also return that sum, for pre-norm blocks.
-
-    Parameters and outputs:
-
+    weight, bias: shape normalized_shape, of any of the four dtypes; None: left out.
+    eps: added to the variance.
+    residual: of the input's shape and any of the four dtypes. What is normalised is input +
+        residual, rounded once to the residual's dtype.
+    return_residual: also return that sum.
     zero_centered_weight: multiply by 1 + weight.
-    round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that dtype
-        has 16 bits, as the norms of Hugging Face's Llama do. Gradients are those of the function
-        without that rounding.
-    out: an array for y: of the input's shape, with contiguous rows. Or (y, sum), two arrays, of
-        which one may be None. y may be the input and sum the residual, in place; else they share no
-        memory with what is read.
-    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
-        float64 holds values of float32, unless the sum is float64 too. Or a
-        cupynorm.Quantize, or the name of its dtype: the result is then a cupynorm.QuantizedTensor.
-        Gradients flow through its dequantize(), as if nothing had been rounded. out goes not with
-        it.
+    round_x_hat: round x_hat to a 16-bit input's dtype before the weight multiplies it, as Hugging
+        Face's Llama does. Gradients are those without that rounding.
+    out: an array for y, or (y, sum), of the input's shape with contiguous rows. y may be the input
+        and sum the residual, in place. Else they share no memory with what is read.
+    out_dtype: dtype of y, by default the input's. With a cupynorm.Quantize (or the name of its
+        dtype) y is a cupynorm.QuantizedTensor, whose dequantize() gradients flow through.
+    fuse: a functor, or a tuple of them in their order (cupynorm.functors, cupynorm.functor). Those
+        on x apply before the residual is added, those on y before y is rounded.
+    launch: a cupynorm.Launch. None: the width of a row decides.
 
-    fuse: functors (cupynorm.functors, cupynorm.functor; docs/functors.md) in a tuple, or one alone.
-        Those on x apply to the input in their order, before the residual is added. Their result is
-        normalised as it is, in the compute type, unless a residual makes a sum, which is rounded.
-        Those on y apply after weight and bias, before y is rounded. return_residual then needs a
-        residual. They do not go with an 8-bit y, nor those on y with round_x_hat.
+    Returns y of the input's shape in the input's library (CuPy for __dlpack__), or (y, sum). A
+    torch tensor is differentiable in input, weight, bias, residual and arrays of functors.
+    Arithmetic is in float32 (float64 where the sum is) with one rounding. On the CPU it is the
+    float64 reference. docs/calls.md has more on dtypes, autograd, DTensors and special values.
 
-    How it is computed; none of these changes a result beyond rounding:
-
-    launch: a cupynorm.Launch: strategy, tile, statistics, sm_margin. By default the width of a row
-        decides. On the CPU it does not apply.
-
-    Returns y of the input's shape in the input's library, or (y, sum) with return_residual. A CuPy
-    array or DLPack exporter gives a CuPy array. A CUDA tensor gives a torch tensor, differentiable
-    in input, weight, bias and residual. NumPy arrays and CPU tensors are computed by the float64
-    reference and rounded once (differentiable for torch). What torch compiles, exports, transforms
-    or differentiates twice is computed by its own operations, without out. Under
-    CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
-
-    Arithmetic is in float32 (float64 for a float64 sum, which is the input without a residual) with
-    one rounding at the end.
-    Other operands are converted to that when they are read, also a float64 weight beside a 16-bit
-    input. float32 values below 2^-126 may count as 0. A row's result does not depend on other rows
-    and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. If the squared
-    deviations of a float32 or bfloat16 row sum beyond 3.4e38 (values of about 1.8e19 and more), its
-    variance is infinite in float32: rstd is 0 and y is bias. A row whose values themselves sum
-    beyond 3.4e38 is NaN or bias.
-
-    For a torch DTensor y is placed as the input; so is residual, also a DTensor. weight and bias
-    are DTensors, or plain tensors that are the same on every rank. Rows that are split between
-    ranks are gathered first, and y is whole on each rank. out, an 8-bit out_dtype and fuse take no
-    DTensor.
-
-    Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
-    options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
-    is not installed.
+    Raises ValueError or TypeError, before anything is launched, for arguments that do not fit;
+    cupynorm.MissingLibraryError for an input on a GPU without CuPy or NVRTC.
     """
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     functors = None
@@ -124,17 +163,7 @@ def layer_norm(
         functors = bind_functors(fuse, return_residual, residual)
     out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
-    operands = (
-        input,
-        weight,
-        bias,
-        residual,
-        out,
-        out_sum,
-        scale,
-        amax,
-        functors,
-    )
+    operands = (input, weight, bias, residual, out, out_sum, scale, amax, functors)
     options = (
         True,  # centered
         extents_of(normalized_shape),
@@ -149,10 +178,70 @@ def layer_norm(
     return call(operands, options, return_residual)
 
 
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: Literal[False] = False,
+    out_dtype: Quantize,
+    **options: Unpack[NormOptions],
+) -> QuantizedTensor: ...
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: Literal[True],
+    out_dtype: Quantize,
+    **options: Unpack[NormOptions],
+) -> tuple[QuantizedTensor, T]: ...
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: Literal[False] = False,
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> T: ...
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: Literal[True],
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> tuple[T, T]: ...
+@overload
+def rms_norm(
+    input: T,
+    normalized_shape: Shape,
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    return_residual: bool,
+    out_dtype: Any = None,
+    **options: Unpack[NormOptions],
+) -> Any: ...
 @names_what_was_removed
 def rms_norm(
     input: Array,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: Shape,
     weight: Array | None = None,
     eps: float | None = None,
     *,
@@ -160,9 +249,9 @@ def rms_norm(
     residual: Array | None = None,
     return_residual: bool = False,
     zero_centered_weight: bool = False,
-    out_dtype: Any = None,
-    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
+    out: Array | Outs | None = None,
+    out_dtype: Any = None,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Any:
@@ -177,11 +266,8 @@ def rms_norm(
     eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64), as
         torch.nn.functional.rms_norm.
 
-    All other arguments, with their shapes and dtypes, as for layer_norm. Returns y, or a tuple that
-    begins with it, as layer_norm, and raises as it.
-
-    A row that holds NaN is NaN. A row that holds Inf is NaN there and 0 * weight elsewhere, as in
-    float64; so is, elsewhere too, a row whose squares sum beyond 3.4e38.
+    All other arguments, with their shapes and dtypes, as for layer_norm. Returns y, or (y, sum), as
+    layer_norm, and raises as it.
     """
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
     functors = None
@@ -189,17 +275,7 @@ def rms_norm(
         functors = bind_functors(fuse, return_residual, residual)
     out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
-    operands = (
-        input,
-        weight,
-        bias,
-        residual,
-        out,
-        out_sum,
-        scale,
-        amax,
-        functors,
-    )
+    operands = (input, weight, bias, residual, out, out_sum, scale, amax, functors)
     options = (
         False,  # centered
         extents_of(normalized_shape),
@@ -217,16 +293,16 @@ def rms_norm(
 @names_what_was_removed
 def layer_norm_forward(
     input: Array,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: Shape,
     weight: Array | None = None,
     bias: Array | None = None,
     eps: float = 1e-5,
     *,
     residual: Array | None = None,
     zero_centered_weight: bool = False,
-    out_dtype: Any = None,
-    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
+    out: Array | Outs | None = None,
+    out_dtype: Any = None,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Forward:
@@ -245,12 +321,10 @@ def layer_norm_forward(
     Returns Forward(y, mean, rstd, sum), which says shapes and dtypes.
     Raises as layer_norm.
     """
-    outs = pair_of(out) if isinstance(out, tuple) else (out, None)
+    out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    operands = ForwardOperands(
-        *(input, weight, bias, residual, *outs, scale, amax),
-        bind_functors(fuse),
-    )
+    fuse = bind_functors(fuse)
+    operands = ForwardOperands(input, weight, bias, residual, out, out_sum, scale, amax, fuse)
     options = ForwardOptions(
         True,  # centered
         extents_of(normalized_shape),
@@ -267,16 +341,16 @@ def layer_norm_forward(
 @names_what_was_removed
 def rms_norm_forward(
     input: Array,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: Shape,
     weight: Array | None = None,
     eps: float | None = None,
     *,
     bias: Array | None = None,
     residual: Array | None = None,
     zero_centered_weight: bool = False,
-    out_dtype: Any = None,
-    out: Array | tuple[Array | None, Array | None] | None = None,
     round_x_hat: bool = False,
+    out: Array | Outs | None = None,
+    out_dtype: Any = None,
     fuse: Fuse = (),
     launch: Launch | None = None,
 ) -> Forward:
@@ -290,12 +364,10 @@ def rms_norm_forward(
 
     Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
-    outs = pair_of(out) if isinstance(out, tuple) else (out, None)
+    out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    operands = ForwardOperands(
-        *(input, weight, bias, residual, *outs, scale, amax),
-        bind_functors(fuse),
-    )
+    fuse = bind_functors(fuse)
+    operands = ForwardOperands(input, weight, bias, residual, out, out_sum, scale, amax, fuse)
     options = ForwardOptions(
         False,  # centered
         extents_of(normalized_shape),

@@ -26,16 +26,16 @@ def layer_norm_backward(
     rstd: Array,
     weight: Array | None = None,
     *,
+    bias: Array | None = None,
     zero_centered_weight: bool = False,
     dsum: Array | None = None,
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
+    dx_dtype: Any = None,
     dweight_dtype: Any = None,
     dbias_dtype: Any = None,
-    dx_dtype: Any = None,
     dresidual_dtype: Any = None,
     fuse: Fuse = (),
     input: Array | None = None,
-    bias: Array | None = None,
     launch: Launch | None = None,
 ) -> Backward | FusedBackward:
     """Gradients of layer_norm at x (derivation: cupynorm.reference.layer_norm).
@@ -45,29 +45,25 @@ def layer_norm_backward(
         >>> cupynorm.layer_norm_backward(x, x, 3, result.mean, result.rstd).dweight.round(3)
         array([-0.926, -0.926,  8.332])
 
+    The order is that of torch.ops.aten.native_layer_norm_backward.
+
     dy: gradient of y, of x's shape, in any of the four dtypes.
-    x: what was normalised (Forward.sum). mean, rstd: as layer_norm_forward returned them, of x's
-        leading shape. x_hat is (x - mean) * rstd with these values, which are rounded to float32
-        (float64 for float64): that moves it by up to 2**-24 (2**-53) * abs(mean) * rstd.
+    x: what was normalised (Forward.sum).
+    normalized_shape, weight, zero_centered_weight, launch: as for layer_norm.
+    mean, rstd: as layer_norm_forward returned them, of x's leading shape, in float32 (float64 for
+        float64). x_hat is (x - mean) * rstd with these values.
+    bias: the forward's, for functors on y.
     dsum: gradient that reaches the returned sum from elsewhere; it is added to dx.
     gradients: which to compute. The others are None and cost nothing.
-    dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
-
-    For a forward with functors or a residual of another dtype:
-
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
-    With any of these, fuse, or "dresidual" among the gradients, a FusedBackward is returned. One
-    kernel writes dx, of the input, and dresidual; dsum is added to both before they are rounded.
+    dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
+    fuse: as in the forward, with the same seeds.
+    input: the forward's, for functors on x whose backward lines read x.
 
-    fuse: as in the forward, with the same seeds. bias: the forward's, for functors on y. input:
-        the forward's, for functors on x whose backward lines read x. With "functors" among the
-        gradients, FusedBackward.functors has those of their arrays.
-
-    normalized_shape, zero_centered_weight, launch: as for layer_norm.
-
-    Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). Sums over rows are
-    computed in float32 (float64 for float64) in a fixed order: they repeat to the bit. Raises as
-    layer_norm.
+    Returns Backward(dx, dweight, dbias), the last two of normalized_shape. With fuse, dx_dtype,
+    dresidual_dtype, or "dresidual" or "functors" among the gradients, returns FusedBackward, whose
+    dx is that of the input; dsum is added to dx and dresidual before they are rounded. Sums over
+    rows have a fixed order and repeat to the bit. Raises as layer_norm.
     """
     operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, bias, input, bind_functors(fuse))
     options = BackwardOptions(
@@ -92,16 +88,16 @@ def rms_norm_backward(
     rstd: Array,
     weight: Array | None = None,
     *,
+    bias: Array | None = None,
     zero_centered_weight: bool = False,
     dsum: Array | None = None,
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
+    dx_dtype: Any = None,
     dweight_dtype: Any = None,
     dbias_dtype: Any = None,
-    dx_dtype: Any = None,
     dresidual_dtype: Any = None,
     fuse: Fuse = (),
     input: Array | None = None,
-    bias: Array | None = None,
     launch: Launch | None = None,
 ) -> Backward | FusedBackward:
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned.

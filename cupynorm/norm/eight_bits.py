@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class Quantize:
     power_of_two: bool = False
     layout: str = "row"
     transpose: bool = False
+    parts: tuple[str, Array | None, Array | None, Quantization] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         name = name_of_8_bits(self.dtype)
@@ -71,6 +72,7 @@ class Quantize:
         object.__setattr__(self, "dtype", name)
         self._check_values()
         self._check_together()
+        object.__setattr__(self, "parts", self._parts())
 
     def _check_values(self) -> None:
         """Raises TypeError or ValueError for a value that is wrong by itself."""
@@ -121,23 +123,20 @@ class Quantize:
         if is_packed and not self.power_of_two:
             raise ValueError("layout is 'packed'; expected power_of_two=True with it")
 
-    def parts(self) -> tuple[str, Array | None, Array | None, Quantization]:
+    def _parts(self) -> tuple:
         """dtype, the given scale or scale_inv, amax, and the rest."""
-        is_named = isinstance(self.scale, str)
-        scaling = self.scale if is_named else "given"
-        if scaling == "block" and self.group_size == 64:
-            scaling = "block64"
-        given = None if is_named else self.scale
+        named = self.scale if isinstance(self.scale, str) else None
         rest = Quantization(
             self.dtype,
-            scaling,
+            "block64" if self.group_size == 64 else named or "given",
             bool(self.power_of_two),
             bool(self.transpose),
             upper_bound=math.inf if self.upper_bound is None else float(self.upper_bound),
             divides=self.scale_inv is not None,
             layout=self.layout,
         )
-        return self.dtype, given if self.scale_inv is None else self.scale_inv, self.amax, rest
+        given = self.scale_inv if named or self.scale is None else self.scale
+        return self.dtype, given, self.amax, rest
 
 
 def name_of_8_bits(dtype: object) -> str | None:
@@ -154,8 +153,10 @@ def name_of_8_bits(dtype: object) -> str | None:
 
 def parts_of(out_dtype: Any) -> tuple[Any, Array | None, Array | None, Quantization | None]:
     """out_dtype as one that is hashable, the scale and amax of an 8-bit y, and how it is made."""
+    if out_dtype is None:
+        return None, None, None, None
     if out_dtype.__class__ is Quantize:
-        return out_dtype.parts()
+        return out_dtype.parts
     name = name_of_8_bits(out_dtype)
     if name is None:
         return out_dtype, None, None, None

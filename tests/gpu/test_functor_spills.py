@@ -30,6 +30,8 @@ def problem(direction, num_cols, **fields):
 
 def store(own, num_cols):
     yield problem("forward", num_cols, store=fused(own))
+    for scaling in ("given", "tensor", "row", "block"):
+        yield problem("forward", num_cols, store=fused(own), y="float8_e4m3fn", scaling=scaling)
     yield problem("backward", num_cols, dy="float32", store=fused(own, "float16", "float32"))
 
 
@@ -54,8 +56,9 @@ def load(own, num_cols):
 def test_no_spills(problems, compute_capability):
     for each in problems:
         choice = dispatch.choose(each, GPUS[compute_capability])
-        _, resources = compile_for(choice.kernel, compute_capability)
-        assert resources.spill_store_bytes == resources.spill_load_bytes == 0, choice
+        for kernel in filter(None, (choice.amax_kernel, choice.kernel)):
+            _, resources = compile_for(kernel, compute_capability)
+            assert resources.spill_store_bytes == resources.spill_load_bytes == 0, choice
 
 
 def test_lines_that_do_not_compile():

@@ -10,6 +10,7 @@ from laid_out import as_numpy, lay_out
 import cupynorm
 from cupynorm import Launch, Tile
 from cupynorm.norm import cache
+from cupynorm.plan.strategies import STRATEGIES
 
 NUM_ROWS = 70
 # num_cols, dtype, how it is launched, and the path that it takes.
@@ -94,6 +95,23 @@ def test_a_call_in_place_has_the_bits_of_a_call_that_is_not(name, added, library
         for each, values in ((x, None if outs is x or outs[0] is x else rows[0]), (residual, None)):
             if values is not None:
                 np.testing.assert_array_equal(as_numpy(each), values)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_cols", [200, 201])
+def test_a_stream_in_float32_is_updated_in_place(num_cols, strategy, library):
+    """input + residual has the residual's dtype, and is written over it."""
+    generator, launch = np.random.default_rng(num_cols), Launch(strategy)
+    x, residual = (
+        library.asarray(generator.standard_normal((NUM_ROWS, num_cols)).astype(dtype))
+        for dtype in ("float16", "float32")
+    )
+    options = {"residual": residual, "return_residual": True, "launch": launch}
+    right = cupynorm.rms_norm(x, num_cols, **options)
+    made = cupynorm.rms_norm(x, num_cols, **options, out=(x, residual))
+    assert made[0] is x and made[1] is residual
+    for one, other in zip(made, right):
+        np.testing.assert_array_equal(as_numpy(one), as_numpy(other))
 
 
 def test_what_lies_between_rows_is_not_written_in_place(library):

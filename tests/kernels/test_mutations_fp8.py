@@ -12,6 +12,7 @@ from every_matrix import STEPS, judge_scales, run_scales
 from mutated_machine import ROOT, changes, copy_of_sources, mutate
 
 import cupynorm
+from cupynorm import Launch
 from cupynorm.check import kernels as check_kernels
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import on_cpu
@@ -22,6 +23,7 @@ from cupynorm.plan.devices import DEVICES
 torch = pytest.importorskip("torch")
 import float8_bytes as bytes_of  # noqa: E402  (imports torch)
 import test_fp8 as of_recipes  # noqa: E402
+import test_quantize_options as of_options  # noqa: E402
 import test_quantized as of_rows  # noqa: E402
 import test_quantized_matrices as of_quantized  # noqa: E402
 import test_reduce_matrix as of_matrices  # noqa: E402
@@ -39,7 +41,7 @@ def rows(scaling: str, tile: cupynorm.Tile = IN_REGISTERS, **options) -> None:
     )
     x[3] = 0
     bias[:128] = 0
-    options |= {"strategy": "block", "tile": tile, "sm_margin": DEVICES["H200"].num_sms - 1}
+    options["launch"] = Launch("block", tile, sm_margin=DEVICES["H200"].num_sms - 1)
     bytes_of.assert_exact("layer_norm", x, scaling, weight=weight, bias=bias, **options)
 
 
@@ -52,6 +54,13 @@ def delayed_scales() -> None:
 CHECKS = {
     "delayed scales": delayed_scales,
     **{scaling: partial(rows, scaling) for scaling in bytes_of.SCALES},
+    "scale_inv": partial(of_options.test_scale_inv_divides_y_and_is_returned_to_the_bit, "cpu"),
+    "bound": partial(of_options.test_a_bound_clamps_the_amax, "row", "cpu"),
+    "packed": partial(of_options.test_layouts_hold_the_same_scales, (6,), "block", 128, "cpu"),
+    "int8": partial(of_options.test_int8_rounds_half_to_even_and_saturates, "cpu"),
+    "functor": partial(
+        of_options.test_scales_are_those_of_what_functors_make, "block", "row", "cpu"
+    ),
     "powers of two": partial(rows, "row", power_of_two=True),
     "ring": partial(rows, "row", IN_A_RING),
     "ahead": partial(rows, "row", FETCHING_AHEAD),
@@ -110,7 +119,7 @@ a sign that counts | amax.cuh | row
 positive values that are not compared | amax.cuh | row
   positive = max(positive, __float_as_int(values[at]));  =>
 no rule for an amax of zero | scales.cuh | block
-  if (bits == 0 || bits >= infinity_bits) return 1.0f;  =>
+  if (bits < 1u << 23 || bits >= infinity_bits) return 1.0f;  =>
 scales that are no powers of two | scales.cuh | powers of two
   power_of_two ? scale & infinity_bits : scale  =>  scale
 an amax that is not raised | amax.cuh | given
@@ -120,7 +129,17 @@ lanes that keep the wrong half | row_scales.cuh | block
 scales of the wrong lane | row_scales.cuh | block
   index / own * holders, lanes)  =>  0, lanes)
 scales in place of their inverses | quantize_scales.cuh | block
-  = inverse_of(scale);  =>  = scale;
+  part, inverse_of(scale))  =>  part, scale)
+a scale_inv that multiplies | scales.cuh | scale_inv
+  divides ? quick_inverse_of(*given) : *given  =>  *given
+a bound that bounds nothing | scales.cuh | bound
+  min(max(amax_bits, static_cast<unsigned>(smallest)), static_cast<unsigned>(upper))  =>  amax_bits
+exponents beyond the last block that are not written | scales.cuh | packed
+  if (part + 1 == parts)  =>  if (false)
+integers that wrap | float8.cuh | int8
+  min(max(integer_of(values[at]), -128), 127)  =>  integer_of(values[at])
+a functor that is left out | forward.cuh | functor
+  if (present) store.functor.apply  =>  if (false) store.functor.apply
 values that are not scaled | quantize_store.cuh | row
   value *= factor;  =>
 no scale of the tensor | quantize_scales.cuh | tensor
@@ -179,7 +198,8 @@ def with_sources(kernels, monkeypatch):
 
     def run(folder, check) -> None:
         def compiled(kernel, sanitize, _):
-            return on_cpu.kernel(kernel.source, kernel.name_expression, folder=folder)
+            names = kernel.source, kernel.name_expression
+            return on_cpu.kernel(*names, functors=kernel.functors, folder=folder)
 
         monkeypatch.setattr(check_kernels, "cpu_kernel", compiled)
         cache.forget()

@@ -200,10 +200,9 @@ def test_the_8_bit_y_of_a_norm_is_used_as_it_is(recipe, monkeypatch):
 def test_8_bit_inputs_that_do_not_fit_are_dequantised():
     layer, x = make(), draw(9, IN)
     behind_norm = cupynorm.LayerNormLinear(IN, OUT, device="cpu")
-    for scale, dtype in (("row", "float8_e4m3fn"), ("tensor", "float8_e5m2"), ("block", None)):
-        quantized = cupynorm.layer_norm(
-            x, IN, out_dtype=cupynorm.Quantize(dtype or "float8_e4m3fn", scale)
-        )
+    dtypes = {"row": "int8", "tensor": "float8_e5m2", "block": "float8_e4m3fn"}
+    for scale, dtype in dtypes.items():
+        quantized = cupynorm.layer_norm(x, IN, out_dtype=cupynorm.Quantize(dtype, scale))
         for each in (layer, behind_norm):
             assert torch.equal(each(quantized), each(quantized.dequantize()))
             with torch.no_grad(), fp8_autocast(recipe=CurrentScaling()):
