@@ -15,10 +15,12 @@ pytest.importorskip("cupy")
 GPUS = {90: DEVICES["H200"], 80: DEVICES["A100"]}
 
 
-def fused(own, source=None, gradient=None, dtype="float16"):
-    count = len(own.arrays)
-    part = FusedPart(own, (dtype,) * count, ("packs",) * count, (gradient,) * count)
-    return Fused((part,), source)
+def fused(chain, source=None, gradient=None, dtype="float16"):
+    parts = []
+    for own in chain:
+        count = len(own.arrays)
+        parts.append(FusedPart(own, (dtype,) * count, ("packs",) * count, (gradient,) * count))
+    return Fused(tuple(parts), source)
 
 
 def problem(direction, num_cols, **fields):
@@ -47,11 +49,11 @@ def load(own, num_cols):
 @pytest.mark.parametrize(
     "problems",
     [
-        list(store(functors.silu_gate, 4096)),
-        list(store(functors.rotary, 128)),
-        list(load(functors.bias_gelu, 1024)),
+        list(store([functors.silu_gate], 4096)),
+        list(store([functors.rotary, functors.silu_gate], 128)),
+        list(load([functors.bias_gelu, functors.layer_scale], 1024)),
     ],
-    ids=["silu_gate", "rotary", "bias_gelu"],
+    ids=["silu_gate", "rotary, silu_gate", "bias_gelu, layer_scale"],
 )
 def test_no_spills(problems, compute_capability):
     for each in problems:
@@ -64,4 +66,4 @@ def test_no_spills(problems, compute_capability):
 def test_lines_that_do_not_compile():
     wrong = functor("wrong", "// a comment\ny = gat;")
     with pytest.raises(FunctorError, match=r'functor wrong\(2\).*"gat" is undefined'):
-        compile_for(dispatch.choose(next(store(wrong, 64)), GPUS[90]).kernel, 90)
+        compile_for(dispatch.choose(next(store([wrong], 64)), GPUS[90]).kernel, 90)
