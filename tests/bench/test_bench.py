@@ -72,23 +72,24 @@ def test_a_run_on_numpy(on_numpy, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_a_run_of_8_bit_outputs(with_torch_compile, out_dtype, residual):
     """Every scale and both norms at widths with a part of a block; torch.compile is measured."""
+    scales = ("given", "row") if out_dtype == "int8" else (*SCALES, "block64")
     todo = cells(
         NORMS,
         ["bfloat16", "float64"],
         ["forward"],
         [33, 256],
         2**10,
-        scales=SCALES,
+        scales=scales,
         out_dtype=out_dtype,
         residual=residual,
     )
     result = measure.bench(todo, runs=1, seed=3, peers=["torch", "torch.compile"])
     assert (
         [measured.cell for measured in result.measurements] == todo
-        and len(todo) == 32
+        and len(todo) == 8 * len(scales)
         and result.ok
     )
     for measured in result.measurements:
@@ -101,7 +102,7 @@ def test_a_run_of_8_bit_outputs(with_torch_compile, out_dtype, residual):
             measured.errors["cupynorm"] > 0.5
         )  # the rounding to 8 bits is most of what is allowed
     assert BenchResult.from_json(result.to_json()).measurements == result.measurements
-    assert f"layer_norm forward, bfloat16, y {out_dtype}, scale block" in str(result)
+    assert f"layer_norm forward, bfloat16, y {out_dtype}, scale {scales[-1]}" in str(result)
 
 
 WIDE = "block: pack_size 8, threads_per_row 32, packs_per_thread 1"

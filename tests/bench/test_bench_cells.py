@@ -167,6 +167,11 @@ def test_models_bring_their_norm_and_shapes():
             {"out_dtype": "float8_e5m2"},
             "direction is forward, backward with out_dtype float8_e5m2; expected",
         ),
+        (
+            (["rms_norm"], ["float32"], ["forward"]),
+            {"out_dtype": "int8", "scales": ["block"]},
+            "out_dtype is int8; expected scale given or row, without amax",
+        ),
         ((), {"models": ["gpt9"]}, "models is 'gpt9'"),
         ((["rms_norm"], []), {}, "no dtype is given"),
         ((["rms_norm"], ["float32"], ["forward"], []), {}, "cols is empty"),

@@ -77,6 +77,8 @@ def test_int8_rounds_half_to_even_and_saturates(anywhere):
     assert made.data[0].tolist() == [0, 2, 2, 126, 127, 127, 0, 0]
     assert made.data[1].tolist() == [0, -2, -2, -126, -128, -128, 0, 0]
     assert torch.equal(made.dequantize(), made.data.float())
+    made = cupynorm.rms_norm(x, 8, weight, eps=0.0, out_dtype=Quantize("int8", transpose=True))
+    assert made.transposed.dtype == torch.int8 and torch.equal(made.transposed, made.data.T)
     how = Quantize("int8", "row")
     made = cupynorm.rms_norm(x[:, :4], 4, weight[:4], eps=0.0, out_dtype=how)
     assert made.data[0, 3] == 127 and made.scale_inv[0].item() == pytest.approx(126.5 / 127)
