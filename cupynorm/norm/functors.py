@@ -63,7 +63,10 @@ class PlacedFunctor(NamedTuple):
         for array in self.arrays:
             limit = Layout.of(num_cols, [array.rows.layout()]).pack_limit
             reach = "packs" if limit >= pack_size else "elements"
-            reaches.append("row" if array.per_row else reach)
+            if array.per_row:
+                is_own = array.repeat == 1 and array.period == _ALL_ROWS
+                reach = "own_row" if is_own else "row"
+            reaches.append(reach)
         dtypes = tuple(array.rows.dtype for array in self.arrays)
         gradients = self.gradients or (None,) * len(dtypes)
         return FusedPart(self.functor, dtypes, tuple(reaches), gradients)
