@@ -469,8 +469,6 @@ def _differentiable_with_functors(ctx, dy, dsum) -> tuple:
 
 
 def _with_functors(request: ForwardRequest) -> tuple:
-    if request.operands.out is not None:
-        raise ValueError("out was given with fuse to a call that torch records; expected out=None")
     check_differentiable(request.operands.functors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS)
     results = prepared.run(operands)
