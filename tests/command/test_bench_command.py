@@ -193,7 +193,7 @@ def test_outcome_of_a_run(capsys, monkeypatch, tmp_path):
     [
         ((), ["given"]),
         (("--scale", "row,block"), ["row", "block"]),
-        (("--scale", "all"), ["given", "tensor", "row", "block"]),
+        (("--scale", "all"), ["given", "tensor", "row", "block", "block64"]),
     ],
 )
 def test_8_bit_outputs_by_scale(capsys, monkeypatch, tmp_path, given, scales):

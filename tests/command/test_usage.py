@@ -40,7 +40,7 @@ from cupynorm.command_line import number, positives
         ),
         (
             ("plan", "64", "--device", "H200", "--scale", "row"),
-            "scale is 'row'; expected one of given, tensor, row, block, of a forward whose",
+            "scale is 'row'; expected one of given, tensor, row, block, block64, of a",
         ),
         (
             ("plan", "64", "--device", "H200", "--amax"),
