@@ -294,8 +294,10 @@ def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
         "expected out=None, or torch.no_grad",
     ):
         cupynorm.layer_norm(x, 40, out=out)
-    with pytest.raises(ValueError, match="out was given for tensors that require gradients"):
-        cupynorm.layer_norm(x, 40, residual=out, out=(None, out))
+    gate = cupynorm.functors.silu_gate(torch.ones(4, 40))
+    for options in ({"residual": out, "out": (None, out)}, {"out": out, "fuse": gate}):
+        with pytest.raises(ValueError, match="out was given for tensors that require gradients"):
+            cupynorm.layer_norm(x, 40, **options)
     assert (out == 1).all()
 
 
