@@ -18,6 +18,7 @@ enum class Reach {
   packs,     // as packs: its address and stride are aligned to them
   elements,  // one element at a time
   row,       // one element for all columns
+  own_row,   // the same, where each row of x has one: repeat and period are not read
 };
 
 // Row `row` of x reads row `row / repeat % period` of the array.
@@ -30,15 +31,17 @@ struct RowArray {
 
   template <int pack_size, class C>
   __device__ __forceinline__ void load(long long row, long long col, C (&values)[pack_size]) const {
-    if (repeat > 1) row /= repeat;
-    if (row >= period) row %= period;
+    if constexpr (reach != Reach::own_row) {
+      if (repeat > 1) row /= repeat;
+      if (row >= period) row %= period;
+    }
     const T* own = start + row * row_stride;
     if constexpr (reach == Reach::packs) {
       unpack(load_pack<pack_size>(own + col), values);
     } else {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at)
-        values[at] = load_element<C>(reach == Reach::row ? own : own + col + at);
+        values[at] = load_element<C>(reach == Reach::elements ? own + col + at : own);
     }
   }
 };

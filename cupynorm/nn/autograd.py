@@ -77,7 +77,7 @@ def normalize(
         return by_torch.normalize(request)
     recorded = _is_grad_enabled() and wants_gradient(*tensors, *own)
     if recorded and operands.functors is not None:
-        return _with_functors(request)
+        check_differentiable(operands.functors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
     remember(repeated, _kind(*original), prepared, operands)
     return _run(prepared, operands, recorded)
@@ -134,27 +134,16 @@ def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
 
 def _recorded_with_options(prepared: Any, operands: tuple, results: tuple) -> tuple:
     """y and the sum, as _recorded, of a call with any option."""
+    functors = operands[-1]
+    own = () if functors is None else functors.arrays()
     outputs = _apply_with_options(
-        (prepared, operands, results), *prepared.read_differentiable(operands)
+        (prepared, operands, results), *prepared.read_differentiable(operands), *own
     )
-    return _of_outputs(prepared, operands, results, outputs)
-
-
-def _of_outputs(prepared: Any, operands: tuple, results: tuple, outputs: Any) -> tuple:
-    """y and the sum, from what autograd returned. An 8-bit y passes its gradient on to that."""
     y, added = prepared.split_outputs(outputs)
     if prepared.options.quantization is not None:
         results[0].attach(partial(_PassingGradients.apply, y))
         y = results[0]
     return y, operands[0] if added is None else added
-
-
-def _with_carrier(prepared: Any, results: tuple) -> tuple:
-    """results; 8 bits take no gradient: a tensor of y's shape without its memory takes it."""
-    if prepared.options.quantization is None:
-        return results
-    added = results[3]
-    return added.new_empty(1).expand(added.shape), *results[1:]
 
 
 def _kind(operands: tuple, options: tuple) -> tuple | None:
@@ -265,24 +254,42 @@ def _gradients(ctx, operands: tuple) -> tuple:
 
 
 class _NormWithOptions(torch.autograd.Function):
-    """Records what a forward with any option has made."""
+    """Records what a forward with any option has made. Arrays of functors have gradients too."""
 
     @staticmethod
     def forward(ctx, call, *tensors):
         """call: a prepared forward, its operands, and what its run returned."""
-        prepared, operands, results = call
-        ctx.prepared = prepared
+        ctx.prepared, operands, results = call
+        ctx.functors = functors = operands[-1]
         ctx.set_materialize_grads(False)
+        input, weight, bias, *_ = operands
         y, mean, rstd, added = results
-        _, weight, bias, *_ = operands
-        options = prepared.options
-        kept = (y, bias) if options.memory_efficient else (added, mean)
-        ctx.save_for_backward(*kept, rstd, weight)
-        return prepared.pick_outputs(_with_carrier(prepared, results))
+        own, keeps_y = (), ctx.prepared.options.memory_efficient
+        reads_input = False
+        if functors is not None:
+            own = functors.arrays()
+            reads_input = any(each.functor.reads_argument for each in functors.load)
+        ctx.save_for_backward(
+            *((y, None) if keeps_y else (added, mean)),
+            rstd,
+            weight,
+            bias if keeps_y or functors is not None else None,
+            input if ctx.prepared.makes_sum and reads_input else None,
+            *own,
+        )
+        if ctx.prepared.options.quantization is not None:
+            # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
+            results = (added.new_empty(1).expand(added.shape), *results[1:])
+        return ctx.prepared.pick_outputs(results)
 
     @staticmethod
     def backward(ctx, *upstream):
-        return _gradients_with_options(ctx, *ctx.prepared.split_outputs(upstream))
+        """None for the call, and the gradient of each tensor that was recorded."""
+        dy, dsum = ctx.prepared.split_outputs(upstream)
+        if dy is None and dsum is None:
+            return (None,) * len(ctx.needs_input_grad)
+        gradients, of_own = _gradients_with_options(ctx, dy, dsum)
+        return *ctx.prepared.pick_gradients((*gradients, None)), *of_own
 
 
 _apply_with_options = super(torch.autograd.Function, _NormWithOptions).apply
@@ -302,23 +309,30 @@ def _wanted(ctx) -> tuple[bool, ...]:
 
 
 def _gradients_with_options(ctx, dy, dsum) -> tuple:
-    """None for the call, and of each tensor that was recorded."""
-    first_present = dsum if dy is None else dy
-    if first_present is None:
-        return (None,) * len(ctx.needs_input_grad)
-    forward = ctx.prepared
+    """The gradients of DIFFERENTIABLE, and those of the functors' arrays and seeds."""
+    options, functors = ctx.prepared.options, ctx.functors
+    keeps_y = options.memory_efficient
     # Compiled autograd traces what runs now.
-    runs_untraced = forward.options.memory_efficient and bool(is_compiling() or present_tracer())
-    if by_torch.is_differentiated(first_present) and not runs_untraced:
-        return forward.pick_gradients((*_differentiable_with_options(ctx, dy, dsum), None))
-    if forward.options.memory_efficient:
+    is_ours = keeps_y or not by_torch.has_texts(functors)
+    runs_untraced = is_ours and bool(is_compiling() or present_tracer())
+    if by_torch.is_differentiated(dsum if dy is None else dy) and not runs_untraced:
+        return _differentiable_with_options(ctx, dy, dsum)
+    if keeps_y:
         run = run_untraced(_gradients_from_y) if runs_untraced else _gradients_from_y
-        return forward.pick_gradients((*run(ctx, dy, dsum), None))
-    x, mean, rstd, weight = ctx.saved_tensors
+        return run(ctx, dy, dsum), ()
+    x, mean, rstd, weight, bias, input, *own = ctx.saved_tensors
+    names, wanted_own = names_of(FusedBackward._fields, _wanted(ctx)), ()
+    if functors is not None:
+        functors = functors.with_arrays(own)
+        wanted_own = names_of(functors.names(), ctx.needs_input_grad[-len(own) :] if own else ())
+        names = names if "dx" in names else ("dx", *names)
     dy = torch.zeros_like(x) if dy is None else dy
-    options = forward.backward._replace(gradients=names_of(FusedBackward._fields, _wanted(ctx)))
-    request = BackwardRequest(BackwardOperands(dy, x, mean, rstd, weight, dsum), options)
-    return forward.pick_gradients((*route.backward(request)[:4], None))
+    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, bias, input, functors)
+    wanted = ctx.prepared.backward._replace(gradients=names, functor_gradients=wanted_own)
+    run = run_untraced(route.backward) if runs_untraced else route.backward
+    made = run(BackwardRequest(operands, wanted))
+    found = dict(zip(wanted_own, made.functors))
+    return made[:4], () if functors is None else map(found.get, functors.names())
 
 
 def _gradients_from_y(ctx, dy, dsum) -> tuple:
@@ -326,7 +340,7 @@ def _gradients_from_y(ctx, dy, dsum) -> tuple:
 
     x_hat is a row whose mean is 0 and whose rstd is 1. Its dx times rstd is that of the sum.
     """
-    y, bias, rstd, weight = ctx.saved_tensors
+    y, _, rstd, weight, bias, _ = ctx.saved_tensors
     options, backward, wide = ctx.prepared.options, ctx.prepared.backward, rstd.dtype
     x_hat = y.to(wide) if bias is None else y.to(wide) - bias.to(wide)
     if weight is not None:
@@ -352,23 +366,49 @@ def _gradients_from_y(ctx, dy, dsum) -> tuple:
 
 
 def _differentiable_with_options(ctx, dy, dsum) -> tuple:
-    """The four gradients by torch."""
-    options = ctx.prepared.options
+    """As _gradients_with_options, by torch."""
+    options, functors, makes_sum = ctx.prepared.options, ctx.functors, ctx.prepared.makes_sum
     if options.memory_efficient:
         said = _has_no_second_derivative("memory_efficient", "memory_efficient=False")
         raise NotImplementedError(said)
-    x, _, _, weight = ctx.saved_tensors
+    if not by_torch.has_texts(functors):
+        said = _has_no_second_derivative("a functor without torch=", "functors with it")
+        raise NotImplementedError(said)
+    with torch.enable_grad():  # a tensor that comes twice has a gradient in each place
+        x, _, _, weight, bias, input, *own = (
+            each if each is None else each.view_as(each) for each in ctx.saved_tensors
+        )
+    load, inner = (), functors
+    if functors is not None:
+        inner = functors = functors.with_arrays(own)
+        if makes_sum:
+            load, inner = functors.load, functors._replace(load=())
     dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
-    total, dweight = by_torch.pull_back(
-        lambda: [by_torch.normalized(x, weight, None, options, dtype, differentiably=True)],
+    total, dweight, dbias, *of_own = by_torch.pull_back(
+        lambda: [
+            by_torch.normalized_through(x, weight, bias, options, dtype, inner, differentiably=True)
+        ],
         [dy],
-        (x, weight),
+        (x, weight, bias, *own),
     )
+    if functors is None and dy is not None:  # then no bias was saved
+        dbias = _sum_rows(dy, options.extents)
     if dsum is not None:
         total = dsum if total is None else total + dsum
-    dbias = None if dy is None else _sum_rows(dy, options.extents)
-    gradients = total, dweight, dbias, total
-    return tuple(each if wanted else None for each, wanted in zip(gradients, _wanted(ctx)))
+    dx = total
+    if load and total is not None:
+        # No derivative depends on an input that was not saved.
+        input = x.detach() if input is None else input
+        with torch.enable_grad():
+            argument = input if input.requires_grad else input.detach().requires_grad_()
+        dx, *of_load = by_torch.pull_back(
+            lambda: [by_torch.through(load, argument, len(options.extents))],
+            [total],
+            (argument, *own),
+        )
+        of_own = [one if other is None else other for one, other in zip(of_own, of_load)]
+    gradients = dx, dweight, dbias, total
+    return [each if wanted else None for each, wanted in zip(gradients, _wanted(ctx))], of_own
 
 
 def _has_no_second_derivative(given: str, expected: str) -> str:
@@ -376,110 +416,6 @@ def _has_no_second_derivative(given: str, expected: str) -> str:
         f"a gradient of a norm with {given} was asked for with create_graph=True or in a batch; "
         f"expected {expected}"
     )
-
-
-class _NormWithFunctors(torch.autograd.Function):
-    """A forward with functors, whose arrays have gradients too."""
-
-    @staticmethod
-    def forward(ctx, call, *tensors):
-        ctx.prepared, operands, results = call
-        ctx.functors = operands.functors
-        ctx.set_materialize_grads(False)
-        y, mean, rstd, added = results
-        reads = any(each.functor.reads_argument for each in ctx.functors.load)
-        ctx.save_for_backward(
-            added,
-            mean,
-            rstd,
-            operands.weight,
-            operands.bias,
-            operands.input if ctx.prepared.makes_sum and reads else None,
-            *ctx.functors.arrays(),
-        )
-        return ctx.prepared.pick_outputs(_with_carrier(ctx.prepared, results))
-
-    @staticmethod
-    def backward(ctx, *upstream):
-        dy, dsum = ctx.prepared.split_outputs(upstream)
-        present = [each for each in (dy, dsum) if each is not None]
-        count = len(ctx.functors.arrays())
-        if not present:
-            return (None,) * len(ctx.needs_input_grad)
-        if by_torch.is_differentiated(*present) and not (is_compiling() or present_tracer()):
-            gradients, of_arrays = _differentiable_with_functors(ctx, dy, dsum)
-            return *ctx.prepared.pick_gradients((*gradients, None)), *of_arrays
-        x, mean, rstd, weight, bias, raw, *arrays = ctx.saved_tensors
-        functors = ctx.functors.with_arrays(arrays)
-        names = names_of(FusedBackward._fields, _wanted(ctx))
-        of_arrays = names_of(functors.names(), ctx.needs_input_grad[-count:] if count else ())
-        options = ctx.prepared.backward._replace(
-            gradients=names if "dx" in names else ("dx", *names), functor_gradients=of_arrays
-        )
-        operands = BackwardOperands(
-            torch.zeros_like(x) if dy is None else dy,
-            x,
-            mean,
-            rstd,
-            weight,
-            dsum,
-            bias,
-            raw,
-            functors,
-        )
-        results = run_untraced(route.backward)(BackwardRequest(operands, options))
-        found = dict(zip(of_arrays, results.functors))
-        gradients = ctx.prepared.pick_gradients((*results[:4], None))
-        return *gradients, *(found.get(name) for name in functors.names())
-
-
-def _differentiable_with_functors(ctx, dy, dsum) -> tuple:
-    """The four gradients by torch, and those of the functors' arrays and seeds."""
-    options = ctx.prepared.options
-    if not by_torch.has_texts(ctx.functors):
-        said = _has_no_second_derivative("a functor without torch=", "functors with it")
-        raise NotImplementedError(said)
-    x, _, _, weight, bias, raw, *arrays = ctx.saved_tensors
-    functors = ctx.functors.with_arrays(arrays)
-    dtype = x.dtype if options.quantization else getattr(torch, options.out_dtype)
-    num_dims = len(options.extents)
-    inner = functors._replace(load=()) if ctx.prepared.makes_sum else functors
-    total, dweight, dbias, *of_arrays = by_torch.pull_back(
-        lambda: [
-            by_torch.normalized_through(x, weight, bias, options, dtype, inner, differentiably=True)
-        ],
-        [dy],
-        (x, weight, bias, *arrays),
-    )
-    if dsum is not None:
-        total = dsum if total is None else total + dsum
-    dx = total
-    if ctx.prepared.makes_sum and total is not None:
-        # No derivative depends on an input that was not saved.
-        raw = x if raw is None else raw
-        with torch.enable_grad():
-            argument = raw if raw.requires_grad else raw.detach().requires_grad_()
-        dx, *of_load = by_torch.pull_back(
-            lambda: [by_torch.through(functors.load, argument, num_dims)],
-            [total],
-            (argument, *arrays),
-        )
-        of_arrays = [one if other is None else other for one, other in zip(of_arrays, of_load)]
-    return (dx, dweight, dbias, total), of_arrays
-
-
-def _with_functors(request: ForwardRequest) -> tuple:
-    if request.operands.out is not None:
-        raise ValueError("out was given with fuse to a call that torch records; expected out=None")
-    check_differentiable(request.operands.functors)
-    prepared, operands = prepare_forward(request, FOR_GRADIENTS)
-    results = prepared.run(operands)
-    outputs = _NormWithFunctors.apply(
-        (prepared, operands, results),
-        *prepared.read_differentiable(operands),
-        *operands.functors.arrays(),
-    )
-    return _of_outputs(prepared, operands, results, outputs)
 
 
 class _PassingGradients(torch.autograd.Function):

@@ -13,12 +13,7 @@ from ..plan.functors import Fuse
 from .eight_bits import parts_of
 from .functors import bind_functors
 from .launch_choice import Launch, checked_launch
-from .options import (
-    extents_of,
-    names_what_was_removed,
-    pair_of,
-    with_checked_options,
-)
+from .options import extents_of, names_what_was_removed, pair_of, with_checked_options
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
 from .results import Forward
 from .route import call, explicit_forward
@@ -168,17 +163,7 @@ def layer_norm(
         functors = bind_functors(fuse, return_residual, residual)
     out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
-    operands = (
-        input,
-        weight,
-        bias,
-        residual,
-        out,
-        out_sum,
-        scale,
-        amax,
-        functors,
-    )
+    operands = (input, weight, bias, residual, out, out_sum, scale, amax, functors)
     options = (
         True,  # centered
         extents_of(normalized_shape),
@@ -290,17 +275,7 @@ def rms_norm(
         functors = bind_functors(fuse, return_residual, residual)
     out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
     # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
-    operands = (
-        input,
-        weight,
-        bias,
-        residual,
-        out,
-        out_sum,
-        scale,
-        amax,
-        functors,
-    )
+    operands = (input, weight, bias, residual, out, out_sum, scale, amax, functors)
     options = (
         False,  # centered
         extents_of(normalized_shape),
@@ -348,10 +323,8 @@ def layer_norm_forward(
     """
     out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    operands = ForwardOperands(
-        *(input, weight, bias, residual, out, out_sum, scale, amax),
-        bind_functors(fuse),
-    )
+    fuse = bind_functors(fuse)
+    operands = ForwardOperands(input, weight, bias, residual, out, out_sum, scale, amax, fuse)
     options = ForwardOptions(
         True,  # centered
         extents_of(normalized_shape),
@@ -393,10 +366,8 @@ def rms_norm_forward(
     """
     out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
     out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    operands = ForwardOperands(
-        *(input, weight, bias, residual, out, out_sum, scale, amax),
-        bind_functors(fuse),
-    )
+    fuse = bind_functors(fuse)
+    operands = ForwardOperands(input, weight, bias, residual, out, out_sum, scale, amax, fuse)
     options = ForwardOptions(
         False,  # centered
         extents_of(normalized_shape),

@@ -181,24 +181,31 @@ def check_out(request: ForwardRequest) -> None:
 def check_overlap(operands: ForwardOperands) -> None:
     """y shares no memory with what is read, unless it is the input; nor does the sum, unless it is
     the residual. A functor that reads other columns may read what is written already."""
-    names = ("input", "weight", "bias", "residual")
-    read = [(name, getattr(operands, name)) for name in names]
+    places: dict[int, tuple] = {}  # by array, which in place comes twice
+
+    def place(array: Array) -> tuple[arrays.View, int, int]:
+        if id(array) not in places:
+            view = arrays.view(array)
+            places[id(array)] = view, *arrays.extent(view)
+        return places[id(array)]
+
+    read = list(zip(("input", "weight", "bias", "residual"), operands))
     if operands.functors is not None:
         read += zip(operands.functors.names(), operands.functors.arrays())
-    read = [(name, arrays.view(other)) for name, other in read if other is not None]
     for written, out, own in (
         ("out", operands.out, "input"),
         ("the sum of out", operands.out_sum, "residual"),
     ):
         if out is None:
             continue
-        view = arrays.view(out)
-        low, high = arrays.extent(view)
+        view, low, high = place(out)
         for name, other in read:
-            other_low, other_high = arrays.extent(other)
+            if other is None:
+                continue
+            other_view, other_low, other_high = place(other)
             if low >= other_high or other_low >= high:
                 continue
-            if name != own or view != other:
+            if name != own or view != other_view:
                 raise ValueError(
                     f"{written} shares memory with {name}; expected memory of its own, or exactly "
                     f"that of the {own}"
@@ -208,7 +215,7 @@ def check_overlap(operands: ForwardOperands) -> None:
                     f"{written} is the {own}, and functor {reader} reads other columns; expected "
                     "memory of its own"
                 )
-        read.append(("out", view))
+        read.append(("out", out))
 
 
 def _reader_of_others(functors: Functors | None) -> str:

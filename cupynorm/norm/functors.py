@@ -63,7 +63,10 @@ class PlacedFunctor(NamedTuple):
         for array in self.arrays:
             limit = Layout.of(num_cols, [array.rows.layout()]).pack_limit
             reach = "packs" if limit >= pack_size else "elements"
-            reaches.append("row" if array.per_row else reach)
+            if array.per_row:
+                is_own = array.repeat == 1 and array.period == _ALL_ROWS
+                reach = "own_row" if is_own else "row"
+            reaches.append(reach)
         dtypes = tuple(array.rows.dtype for array in self.arrays)
         gradients = self.gradients or (None,) * len(dtypes)
         return FusedPart(self.functor, dtypes, tuple(reaches), gradients)
@@ -135,13 +138,9 @@ def key_of(functors: Functors, layout_key: Callable[[Any], object]) -> tuple:
 # Seeds.
 
 
-def draw_seed(x: Array) -> Array:
-    """An int64 array of one element where x is, drawn by x's library there without a sync."""
-    return _seed_at(x, None)
-
-
 def _seed_at(x: Array, seed: object) -> Array:
-    """A seed as an array of one element where x is. None is drawn, an int is filled in."""
+    """A seed as an array of one element where x is, without a sync. None is drawn there by x's
+    library, an int is filled in."""
     if seed is not None and not isinstance(seed, int):
         return seed
     if arrays.is_torch(x):
@@ -167,8 +166,7 @@ def with_seeds(functors: Functors, x: Array) -> Functors:
     """The functors with each seed as an array where x is."""
     if not any(each.seeds for each in functors.parts):
         return functors
-    count = len(functors.arrays()) - len(functors.names_of_seeds())
-    given = functors.arrays()
+    given, count = functors.arrays(), len(functors.named_arrays())
     return functors.with_arrays([*given[:count], *(_seed_at(x, each) for each in given[count:])])
 
 

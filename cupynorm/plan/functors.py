@@ -250,6 +250,7 @@ def functor(
     each name of `numbers`, of type C. Each name of `seeds`: const long long.
     row, col, num_cols: long long; the row and column after flattening, and the row's length.
     y_at(col), x_at(col): the element at another column of the same row, before the lines.
+    random_word(seed, row, col): unsigned, 32 random bits, as cupynorm.functors.dropout uses them.
 
     Write C(0.5) rather than 0.5: a double literal makes a GPU compute in double. exp, log, tanh,
     erf, sqrt and other functions of CUDA's mathematics are overloaded for C.

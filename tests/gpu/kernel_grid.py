@@ -113,7 +113,7 @@ BUNDLE_PROBLEMS = [
 ]
 # Fused options: a float32 sum of 16-bit inputs, and functors. dropout needs the most registers.
 _DROPS = (
-    FusedPart(functors.row_scale, ("float32",), ("row",), (None,)),
+    FusedPart(functors.row_scale, ("float32",), ("own_row",), (None,)),
     FusedPart(functors.dropout(0.5).functor),
 )
 DROPS = {"load": Fused(_DROPS)}

@@ -88,11 +88,11 @@ def test_recomputed_y_with_any_gradients(strategy, num_cols, tile, gradients, wh
     plans = []
     plain = run.backward_call
 
-    def backward_call(device, tensors, options, compute):
+    def backward_call(device, tensors, options, compute, functors):
         unwanted = {"dx", "dweight", "dbias"} - set(gradients)
         tensors = {name: rows for name, rows in tensors.items() if name not in unwanted}
-        options = options._replace(launch=options.launch._replace(tile=tile))
-        call = plain(device, tensors, options, compute)
+        options = options._replace(launch=replace(options.launch, tile=tile))
+        call = plain(device, tensors, options, compute, functors)
         plans.append(call.plan)
         return call
 

@@ -91,6 +91,18 @@ def test_second_derivatives(call):
     assert torch.autograd.gradgradcheck(lambda *tensors: first(call(*tensors)), given)
 
 
+def test_a_gradient_to_differentiate_of_a_tensor_that_comes_twice():
+    """It is that of the kernels."""
+    x, gate = draw(2, 8), draw(2, 8)
+    silu = functors.silu_gate
+    y = cupynorm.layer_norm(x, 8, residual=x, fuse=(silu(gate), silu(gate), silu(x)))
+    y = y + cupynorm.rms_norm(x, 8, fuse=silu(x))
+    expected = torch.autograd.grad(y.sum(), (x, gate), retain_graph=True)
+    found = torch.autograd.grad(y.sum(), (x, gate), create_graph=True)
+    for got, right in zip(found, expected):
+        torch.testing.assert_close(got, right)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [sums, alone, rotated])
 def test_compiled(call):
@@ -223,7 +235,7 @@ def test_without_a_derivative():
 def test_refusals():
     x, gate = draw(3, 8), draw(3, 8)
     store = functors.silu_gate(gate=gate)
-    with pytest.raises(ValueError, match="out was given with fuse to a call that torch"):
+    with pytest.raises(ValueError, match="out was given for tensors that require"):
         cupynorm.layer_norm(x, 8, fuse=store, out=torch.empty_like(x))
     with pytest.raises(NotImplementedError, match="a functor without torch= was given to a"):
         torch.func.vmap(lambda each: cupynorm.layer_norm(each, 8, fuse=POWER(gate[0], 2)))(x)

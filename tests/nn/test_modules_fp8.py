@@ -180,7 +180,7 @@ def test_nested_regions_and_their_calls_are_one_step():
     "recipe", (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling()), ids=str
 )
 def test_gradients_are_those_of_the_plain_call(recipe, kind, anywhere):
-    """With a residual. dequantize() passes gradients on unrounded.
+    """With a residual and dropout. dequantize() passes gradients on unrounded.
 
     With one scale the tile is that of the plain call, so gradients are equal to the bit. Blocks
     have another tile, whose statistics may differ in the last place of float32.
@@ -192,7 +192,8 @@ def test_gradients_are_those_of_the_plain_call(recipe, kind, anywhere):
         x, residual = (random(6, 48, seed=seed, device=anywhere, grad=True) for seed in (1, 2))
         module.zero_grad()
         with fp8_autocast(recipe=recipe):
-            y, added = module(x, residual, return_residual=True, fp8_output=fp8_output)
+            options = {"return_residual": True, "fp8_output": fp8_output}
+            y, added = module(x, residual, fuse=cupynorm.functors.dropout(0.25, 5), **options)
         if fp8_output:
             y = y.dequantize()
         torch.autograd.backward((y, added), (dy, dsum))
