@@ -9,8 +9,9 @@
 #include "store.cuh"
 
 // What QuantizeStore (quantize_store.cuh) has in memory, and how it finds and writes scales.
-// AffineStore: a Store, which keeps and applies weight and bias.
-template <class AffineStore, Scaling scaling, Step step>
+// AffineStore: a Store, which keeps and applies weight and bias. in_columns: scales of blocks are
+// not in rows.
+template <class AffineStore, Scaling scaling, Step step, bool in_columns>
 struct QuantizeScales : AffineStore {
   static constexpr bool quantizes = true;
   static constexpr bool has_blocks = scaling == Scaling::block || scaling == Scaling::block64;
@@ -74,7 +75,7 @@ struct QuantizeScales : AffineStore {
       scales.factors[at] = scale;
       const bool is_first = present && Blocks::is_first_holder() && index < RowScales::num_scales &&
                             part < places.parts;
-      if (is_first) places.save(scale_inv, row, part, inverse_of(scale));
+      if (is_first) places.template save<in_columns>(scale_inv, row, part, inverse_of(scale));
     }
   }
   // The scale of a row. amax_bits: of all threads that share the row.

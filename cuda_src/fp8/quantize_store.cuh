@@ -9,10 +9,11 @@ constexpr int bytes_of<void> = 0;
 
 // y = saturate((x_hat * weight + bias) * scale).
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded, Scaling scaling,
-          Step step>
+          Step step, bool in_columns = false>
 struct QuantizeStore
-    : QuantizeScales<Store<Y, Weight, Bias, zero_centered, Rounded>, scaling, step> {
-  using Base = QuantizeScales<Store<Y, Weight, Bias, zero_centered, Rounded>, scaling, step>;
+    : QuantizeScales<Store<Y, Weight, Bias, zero_centered, Rounded>, scaling, step, in_columns> {
+  using Base =
+      QuantizeScales<Store<Y, Weight, Bias, zero_centered, Rounded>, scaling, step, in_columns>;
   using Base::amax, Base::has_blocks, Base::largest_finite, Base::places, Base::raises, Base::rule,
       Base::scale_inv, Base::y, Base::y_stride;
   using typename Base::Carried;
@@ -37,7 +38,7 @@ struct QuantizeStore
       } else {
         factor = rule.scale_of(present ? *own_amax : 0, largest_finite);
         if (present && static_cast<unsigned>(col) % cols == 0)
-          places.save(scale_inv, row, part, inverse_of(factor));
+          places.template save<in_columns>(scale_inv, row, part, inverse_of(factor));
       }
     } else if constexpr (raises) {
       if (present) carried.largest.add_pack(y_values);

@@ -87,16 +87,21 @@ struct ScaleRule {
   }
 };
 
-// Where the scales of blocks are, in elements. packed: as bytes of exponents, those of four blocks
-// of a row in one element.
+// Where the scales of blocks are, in elements, if not in rows without gaps. packed: as bytes of
+// exponents, those of four blocks of a row in one element.
 struct ScalePlaces {
   long long parts;  // scales of a row
   long long row_stride;
   long long part_stride;
   long long packed;
 
+  template <bool in_columns>
   __device__ __forceinline__ void save(float* scale_inv, long long row, long long part,
                                        float inverse) const {
+    if constexpr (!in_columns) {
+      scale_inv[row * parts + part] = inverse;
+      return;
+    }
     if (!packed) {
       scale_inv[row * row_stride + part * part_stride] = inverse;
       return;

@@ -207,6 +207,7 @@ def forward_problem(
         round_x_hat=x.dtype if rounds else None,
         scaling=options.quantization.scaling if options.quantization else None,
         amax="amax" in tensors,
+        in_columns=bool(options.quantization) and options.quantization.layout != "row",
         layout=layout_of(x.num_cols, streamed),
     )
     return _with_functors(problem, functors, load=source)

@@ -148,7 +148,7 @@ def row_instance(
         store = f"Store<{outputs}, {zero_centered}{rounded}>"
         if problem.scaling:
             rounded_to = cpp_name(problem.round_x_hat)
-            scaling = f"Scaling::{problem.scaling}, Step::{step}"
+            scaling = f"Scaling::{problem.scaling}, Step::{step}" + ", true" * problem.in_columns
             store = f"QuantizeStore<{outputs}, {zero_centered}, {rounded_to}, {scaling}>"
         if problem.store:
             store = f"FunctorStore<{store}, {problem.store.struct(problem.compute)}>"

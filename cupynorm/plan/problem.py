@@ -214,6 +214,7 @@ class Problem:
     round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
     scaling: where the scales of an 8-bit y come from, one of SCALINGS.
     amax: whether the amax of y is recorded beside a given scale.
+    in_columns: whether scales of blocks are in columns.
     recomputed: the dtype of a y that backward writes again from x; bias is then that of forward.
     load, store: the user's functors. What a load without a sum is applied to has the dtype of its
     source, and x is the dtype of the arithmetic. So is dy of a backward with a store, whose bias is
@@ -241,6 +242,7 @@ class Problem:
     round_x_hat: str | None = None
     scaling: str | None = None
     amax: bool = False
+    in_columns: bool = False
     recomputed: str | None = None
     load: Fused | None = None
     store: Fused | None = None
