@@ -9,7 +9,6 @@ import torch
 
 from ..gpu import arrays
 from ..norm.launch_choice import Launch
-from ..norm.options import with_checked_options
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
 from ..plan.functors import Functors
@@ -153,8 +152,7 @@ class Fp8Norm(torch.nn.Module):
             quantization=quantization,
             launch=self.launch,
         )
-        request = with_checked_options(ForwardRequest(norm_operands, norm_options))
-        results = normalize(request, return_residual)
+        results = normalize(ForwardRequest(norm_operands, norm_options), return_residual)
         if step.scales is not None:
             self._fp8_scales = step.scales
         if step.amax is not None:

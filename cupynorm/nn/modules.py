@@ -18,7 +18,6 @@ from ..norm.functors import bind_functors
 from ..norm.launch_choice import Launch, checked_launch
 from ..norm.options import extents_of, names_what_was_removed
 from ..norm.quantized_tensor import QuantizedTensor
-from ..norm.request import ForwardOperands, ForwardOptions
 from ..plan.functors import BoundFunctor, Fuse
 from .fp8_norm import Fp8Norm
 from .modes import run_untraced
@@ -103,20 +102,12 @@ class Norm(Fp8Norm):
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
         if self.memory_efficient:
-            operands = {
-                "weight": self._parameter("weight"),
-                "bias": self._parameter("bias") if self._centered else None,
-                "residual": residual,
-            }
-            options = {
-                "centered": self._centered,
-                "extents": self.normalized_shape,
-                "eps": self.eps,
-                "zero_centered_weight": self.zero_centered_gamma,
-                "round_x_hat": self.round_x_hat,
-                "launch": self.launch,
-            }
-            return _keeping_y(input, operands, options, fuse, return_residual)
+            bias = self._parameter("bias") if self._centered else None
+            arrays = input, self._parameter("weight"), bias, residual
+            numerics = self.eps, self.zero_centered_gamma, self.round_x_hat
+            options = (*numerics, None, None, fuse, self.launch, True)
+            shape = self.normalized_shape
+            return _keeping_y(self._centered, shape, arrays, options, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -299,19 +290,9 @@ def _without_fp8(fuse: Fuse, fp8_output: bool) -> Fuse:
     return fuse
 
 
-def _keeping_y(
-    input: torch.Tensor,
-    operands: dict[str, Any],
-    options: dict[str, Any],
-    fuse: Fuse,
-    return_residual: bool,
-) -> Any:
-    """The norm, of which autograd keeps y and not the normalised row."""
-    return route.call(
-        ForwardOperands(input, functors=bind_functors(fuse), **operands),
-        ForwardOptions(memory_efficient=True, **options),
-        return_residual,
-    )
+def _keeping_y(*arguments: Any) -> Any:
+    """The norm, of which autograd keeps y and not the normalised row. arguments: of route.call."""
+    return route.call(*arguments)
 
 
 def _check_order(**arguments: object) -> None:

@@ -1,7 +1,7 @@
 """layer_norm, rms_norm and their explicit forward: what users call. backward.py has the backward.
 
-Each function builds a request (request.py) and passes it to route.py. docs/design.md, "One call",
-lists the steps from here to the launch.
+Each function passes its arguments to route.py. docs/design.md, "One call", lists the steps from
+here to the launch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from ..plan.functors import Fuse
-from .eight_bits import parts_of
-from .functors import bind_functors
-from .launch_choice import Launch, checked_launch
-from .options import extents_of, names_what_was_removed, pair_of, with_checked_options
-from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
+from .launch_choice import Launch
+from .options import names_what_was_removed
+from .request import Array
 from .results import Forward
-from .route import call, explicit_forward
+from .route import call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -157,25 +155,9 @@ def layer_norm(
     Raises ValueError or TypeError, before anything is launched, for arguments that do not fit;
     cupynorm.MissingLibraryError for an input on a GPU without CuPy or NVRTC.
     """
-    out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    functors = None
-    if fuse.__class__ is not tuple or fuse:
-        functors = bind_functors(fuse, return_residual, residual)
-    out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
-    # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
-    operands = (input, weight, bias, residual, out, out_sum, scale, amax, functors)
-    options = (
-        True,  # centered
-        extents_of(normalized_shape),
-        eps,
-        zero_centered_weight,
-        out_dtype,
-        round_x_hat,
-        quantization,
-        checked_launch(launch),
-        False,  # memory_efficient
-    )
-    return call(operands, options, return_residual)
+    arrays = input, weight, bias, residual
+    options = eps, zero_centered_weight, round_x_hat, out, out_dtype, fuse, launch, False
+    return call(True, normalized_shape, arrays, options, return_residual)
 
 
 @overload
@@ -269,25 +251,9 @@ def rms_norm(
     All other arguments, with their shapes and dtypes, as for layer_norm. Returns y, or (y, sum), as
     layer_norm, and raises as it.
     """
-    out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    functors = None
-    if fuse.__class__ is not tuple or fuse:
-        functors = bind_functors(fuse, return_residual, residual)
-    out, out_sum = (out, None) if out.__class__ is not tuple else pair_of(out)
-    # The fields of ForwardOperands and ForwardOptions. A repeated call needs no more than tuples.
-    operands = (input, weight, bias, residual, out, out_sum, scale, amax, functors)
-    options = (
-        False,  # centered
-        extents_of(normalized_shape),
-        eps,
-        zero_centered_weight,
-        out_dtype,
-        round_x_hat,
-        quantization,
-        checked_launch(launch),
-        False,  # memory_efficient
-    )
-    return call(operands, options, return_residual)
+    arrays = input, weight, bias, residual
+    options = eps, zero_centered_weight, round_x_hat, out, out_dtype, fuse, launch, False
+    return call(False, normalized_shape, arrays, options, return_residual)
 
 
 @names_what_was_removed
@@ -321,21 +287,9 @@ def layer_norm_forward(
     Returns Forward(y, mean, rstd, sum), which says shapes and dtypes.
     Raises as layer_norm.
     """
-    out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
-    out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    fuse = bind_functors(fuse)
-    operands = ForwardOperands(input, weight, bias, residual, out, out_sum, scale, amax, fuse)
-    options = ForwardOptions(
-        True,  # centered
-        extents_of(normalized_shape),
-        eps,
-        zero_centered_weight,
-        out_dtype,
-        round_x_hat,
-        quantization,
-        checked_launch(launch),
-    )
-    return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
+    arrays = input, weight, bias, residual
+    options = eps, zero_centered_weight, round_x_hat, out, out_dtype, fuse, launch, False
+    return call(True, normalized_shape, arrays, options, Forward)
 
 
 @names_what_was_removed
@@ -364,18 +318,6 @@ def rms_norm_forward(
 
     Returns Forward(y, None, rstd, sum), as layer_norm_forward, and raises as it.
     """
-    out, out_sum = pair_of(out) if isinstance(out, tuple) else (out, None)
-    out_dtype, scale, amax, quantization = parts_of(out_dtype)
-    fuse = bind_functors(fuse)
-    operands = ForwardOperands(input, weight, bias, residual, out, out_sum, scale, amax, fuse)
-    options = ForwardOptions(
-        False,  # centered
-        extents_of(normalized_shape),
-        eps,
-        zero_centered_weight,
-        out_dtype,
-        round_x_hat,
-        quantization,
-        checked_launch(launch),
-    )
-    return explicit_forward(with_checked_options(ForwardRequest(operands, options)))
+    arrays = input, weight, bias, residual
+    options = eps, zero_centered_weight, round_x_hat, out, out_dtype, fuse, launch, False
+    return call(False, normalized_shape, arrays, options, Forward)

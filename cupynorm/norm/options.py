@@ -12,7 +12,6 @@ import numpy as np
 
 from ..dtypes import DTYPES
 from ..gpu import arrays
-from .request import ForwardRequest, replaced
 from .results import FusedBackward
 
 # Keywords of earlier versions, and what to write instead.
@@ -67,15 +66,6 @@ def names_what_was_removed(function: _Function) -> _Function:
             raise
 
     return call
-
-
-def with_checked_options(request: ForwardRequest) -> ForwardRequest:
-    """The request with its options checked as far as they need no other argument."""
-    operands, options = request
-    if options.round_x_hat is False and options.quantization is None:
-        return request
-    options = replaced(options, round_x_hat=bool(options.round_x_hat))
-    return ForwardRequest(operands, options)
 
 
 def extents_of(normalized_shape: object) -> tuple[int, ...]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from ..gpu import arrays
 from . import autograd_loader
-from .functors import check_differentiable, check_seeds_given
-from .options import with_checked_options
+from .eight_bits import parts_of
+from .functors import bind_functors, check_differentiable, check_seeds_given
+from .launch_choice import checked_launch
+from .options import extents_of, pair_of
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from .request import (
     Array,
@@ -47,18 +49,51 @@ def is_tensor(array: object) -> bool:
     return isinstance(array, _autograd.torch.Tensor)
 
 
-def call(operands: tuple, options: tuple, return_residual: bool) -> Array | tuple[Array, ...]:
-    """As normalize, but a call of torch tensors that is like the last one of its kind needs no
-    request. Making one takes a microsecond.
+def call(
+    centered: bool,
+    normalized_shape: object,
+    arrays: tuple,
+    options: tuple,
+    returns: bool | type[Forward],
+) -> Any:
+    """What layer_norm and rms_norm return, or their explicit forwards.
 
-    operands, options: the fields of ForwardOperands and ForwardOptions.
+    arrays: input, weight, bias, residual. options: eps, zero_centered_weight, round_x_hat, out,
+    out_dtype, fuse, launch, and memory_efficient, which is a module's.
+    returns: whether the sum is returned beside y; or Forward, for that, outside any autograd.
     """
-    if is_tensor(operands[0]):
-        repeated = torch_part().repeat(operands, options)
+    input, weight, bias, residual = arrays
+    eps, zero_centered_weight, round_x_hat, out, out_dtype, fuse, launch, memory_efficient = options
+    scale = amax = quantization = functors = out_sum = None
+    if out_dtype is not None:
+        out_dtype, scale, amax, quantization = parts_of(out_dtype)
+    if fuse.__class__ is not tuple or fuse:
+        functors = bind_functors(fuse, returns and returns is not Forward, residual)
+    if out is not None and isinstance(out, tuple):
+        out, out_sum = pair_of(out)
+    if launch is not None:
+        launch = checked_launch(launch)
+    # The fields of ForwardOperands and ForwardOptions. torch tensors in a call like the last one
+    # of its kind need no request: making one takes a microsecond.
+    operands = (input, weight, bias, residual, out, out_sum, scale, amax, functors)
+    options = (
+        centered,
+        extents_of(normalized_shape),
+        eps,
+        zero_centered_weight,
+        out_dtype,
+        round_x_hat,
+        quantization,
+        launch,
+        memory_efficient,
+    )
+    if returns is not Forward and is_tensor(input):
+        autograd = torch_part() if _autograd is None else _autograd
+        repeated = autograd.repeat(operands, options)
         if repeated is not None:
-            return repeated if return_residual else repeated[0]
+            return repeated if returns else repeated[0]
     request = ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options))
-    return normalize(with_checked_options(request), return_residual)
+    return _explicit_forward(request) if returns is Forward else normalize(request, returns)
 
 
 def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[Array, ...]:
@@ -72,7 +107,7 @@ def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[A
     return (y, added) if return_residual else y
 
 
-def explicit_forward(request: ForwardRequest) -> Forward:
+def _explicit_forward(request: ForwardRequest) -> Forward:
     """What layer_norm_forward and rms_norm_forward return."""
     input = request.operands.input
     if is_tensor(input) and input.is_meta and is_plain(request):

@@ -23,7 +23,6 @@ from cupynorm.dtypes import decode, encode
 from cupynorm.gpu import on_cpu
 from cupynorm.norm import route
 from cupynorm.norm.functors import bind_functors, with_seeds
-from cupynorm.norm.options import with_checked_options
 from cupynorm.norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -258,7 +257,7 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
         options = ForwardOptions(True, (num_cols,), 1e-5, launch=launch)
         row = x if is_loaded else x * scale
         operands = ForwardOperands(row, weight, None, residual, functors=own)
-        made = route.forward(with_checked_options(ForwardRequest(operands, options)))
+        made = route.forward(ForwardRequest(operands, options))
         operands = BackwardOperands(
             *(dy, made.sum, made.mean, made.rstd, weight, None, None, row, own)
         )

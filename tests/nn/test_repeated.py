@@ -202,9 +202,9 @@ def test_gradient_of_an_input_alone_in_a_repeated_call(kernels):
 
 @pytest.mark.parametrize("name", ["plain", "recorded", "bias", "residual", "eps", "rms_norm"])
 def test_a_repeated_forward_makes_no_request(launched, monkeypatch, name):
-    made, plain = [], route.with_checked_options
+    made, plain = [], route.ForwardRequest
     monkeypatch.setattr(
-        route, "with_checked_options", lambda request: made.append(request) or plain(request)
+        route, "ForwardRequest", lambda *fields: made.append(fields) or plain(*fields)
     )
     for _ in range(2):
         if name == "rms_norm":

@@ -18,7 +18,6 @@ from cupynorm.norm.launch_choice import (
     of_backward,
     planned_with,
 )
-from cupynorm.norm.options import with_checked_options
 from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from cupynorm.norm.request import (
     BackwardOperands,
@@ -130,19 +129,6 @@ def test_a_backward_takes_the_strategy_and_not_the_tile():
     assert of_backward(launch) == Launch("warp", sm_margin={"backward": 4})
 
 
-# with_checked_options.
-
-
-def test_checking_returns_a_plain_request_itself():
-    request = forward_request("x", weight="weight")
-    assert with_checked_options(request) is request
-
-
-def test_checking_brings_options_to_their_types():
-    _, options = with_checked_options(forward_request(options=PLAIN._replace(round_x_hat=1)))
-    assert options.round_x_hat is True
-
-
 # is_plain. It reads which operands are there, not their values.
 
 PRESENT = object()
@@ -175,9 +161,7 @@ def test_the_plain_request_returns_the_input_as_its_sum():
 
 def prepared_forward(purpose: str = FOR_STATISTICS, *, options=PLAIN, **operands) -> object:
     x = torch.zeros(3, options.extents[-1])
-    return prepare_forward(
-        with_checked_options(forward_request(x, options=options, **operands)), purpose
-    )[0]
+    return prepare_forward(forward_request(x, options=options, **operands), purpose)[0]
 
 
 def test_equal_requests_share_a_prepared_call(kernels):
