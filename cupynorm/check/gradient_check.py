@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from ..norm.checks import check_eps
-from ..norm.options import dtype_name
+from ..norm.options import dtype_name, names_what_was_removed
 from ..plan.functors import BoundFunctor, Functor
 from ..plan.problem import NormName
 from ..plan.strategies import StatisticsName, StrategyName
@@ -27,6 +27,7 @@ from .trials import Trial, default_trials
 _TAILS = ((61, 769), (7, 8195))
 
 
+@names_what_was_removed
 def check(
     input: Any = None,
     weight: Any = None,
