@@ -109,8 +109,12 @@ class Quantize:
         computed = " or ".join(map(repr, _COMPUTED))
         in_blocks, is_packed = named == "block", self.layout == "packed"
         for is_wrong, given, expected in (
-            (self.dtype == "int8" and named in ("tensor", "block"), "int8", "'row' or a given one"),
-            (self.amax is not None and named, "amax", "a given one"),
+            (
+                self.dtype == "int8" and named in ("tensor", "block"),
+                "int8",
+                "'row', or one that is given",
+            ),
+            (self.amax is not None and named, "amax", "one that is given, or none"),
             (self.power_of_two and not named, "power_of_two", computed),
             (self.upper_bound is not None and not named, "upper_bound", computed),
             (self.transpose and named in ("row", "block"), "transpose", "one for all of y"),

@@ -60,7 +60,7 @@ def plan(
     num_cols, num_rows: the extents of x.
     dtype: of x; a name such as "bfloat16", or "bf16", "fp16", "fp32", "fp64".
     weight_dtype, bias_dtype: the same as dtype unless given; None if absent.
-    out_dtype: of y.
+    out_dtype: of y, by name, also "float8_e4m3fn", "float8_e5m2" or "int8" in forward.
     scale: for an out_dtype of 8 bits, "given", "tensor", "row", "block" or "block64".
     amax: whether the amax of y is recorded beside a given scale.
     residual: whether forward adds a residual to x; backward then adds the gradient of the sum.
@@ -99,7 +99,8 @@ def plan(
     dtypes |= {name: given for name, given in parameters.items() if given is not None}
     for name, given in dtypes.items():
         if given not in list(DTYPES):
-            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(DTYPES)}")
+            known = (*DTYPES, *(EIGHT_BITS if name == "out_dtype" else ()))
+            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(known)}")
     switches = {"residual": residual, "zero_centered_weight": zero_centered_weight, "amax": amax}
     for name, given in switches.items():
         if given not in (True, False):
