@@ -120,7 +120,7 @@ def check(
         raise TypeError(f"progress is {progress!r}; expected a function as tqdm, or None")
     progress = progress or iter
     own = Callables(function, forward, backward, library)
-    is_one = isinstance(fuse, (str, Functor, BoundFunctor))
+    is_one = not isinstance(fuse, Iterable) or isinstance(fuse, (str, Functor, BoundFunctor))
     functors = [functor_check.with_kinds(each) for each in ([fuse] if is_one else fuse)]
     if functors:
         others = {"input": input, "weight": weight, "bias": bias, "dy": dy, "traps": traps or None}

@@ -293,11 +293,11 @@ def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> N
     if functors is None:
         return
     for name, is_given in (
-        ("memory_efficient", options.memory_efficient),
-        ("round_x_hat", options.round_x_hat and functors.store),
+        ("memory_efficient was given with fuse", options.memory_efficient),
+        ("round_x_hat was given with a functor on y", options.round_x_hat and functors.store),
     ):
         if is_given:
-            raise ValueError(f"{name} was given with fuse; expected only one of them")
+            raise ValueError(f"{name}; expected only one of them")
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:

@@ -33,7 +33,7 @@ class Quantize:
         largest magnitude (amax) of each part of y, as largest / amax. They are 1 where amax is 0,
         infinite or NaN. "tensor" reads the input twice; so does "block" where a block is not held
         by neighbouring lanes.
-    scale_inv: in the place of scale. y is multiplied by 1 / scale_inv, rounded to float32. The
+    scale_inv: instead of scale. y is multiplied by 1 / scale_inv, rounded to float32. The
         result's scale_inv has the same bits.
     group_size: 128 or 64.
     amax: with a given scale: an array of one float32, 0 (not -0) or more, on the input's device, in

@@ -37,7 +37,8 @@ class Launch:
 
     strategy: a name of cupynorm.STRATEGIES. None: the width of a row decides. It holds for backward
         too.
-    tile: a cupynorm.Tile of that strategy, or a dict of its fields.
+    tile: a cupynorm.Tile of that strategy, or a dict of its fields. The backward of autograd
+        chooses its own.
     statistics: "two_pass" or "welford". None: the strategy decides.
     sm_margin: multiprocessors to leave free for other kernels, in forward and backward. Or a dict
         with values for "forward", "backward" and "inference" (a forward whose gradients are not

@@ -151,7 +151,7 @@ def test_shapes_that_do_not_fit(shape, words):
 
 
 def test_an_option_that_does_not_go_with_a_functor():
-    with pytest.raises(ValueError, match="round_x_hat was given with fuse"):
+    with pytest.raises(ValueError, match="round_x_hat was given with a functor on y; expected"):
         cupynorm.layer_norm(X, 8, fuse=GATE, round_x_hat=True)
 
 
