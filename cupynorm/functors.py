@@ -6,7 +6,8 @@ Examples:
     array([[-0.   ,  0.731]])
 
 Each has a derivative and says the same in float64 NumPy (`reference`) and in torch (`torch`).
-cupynorm.functor says what the lines see. Importing this module compiles nothing.
+docs/functors.md has a table of them; cupynorm.functor says what the lines see. Importing this
+module compiles nothing.
 """
 
 from __future__ import annotations

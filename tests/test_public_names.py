@@ -74,6 +74,15 @@ def test_removed_keywords_say_what_to_write_instead(norm, direction, keyword):
         getattr(cupynorm, name)(np.ones((2, 8)), 8, **{keyword: None})
 
 
+@pytest.mark.parametrize("keyword", ["load", "store"])
+@pytest.mark.parametrize(
+    "name, options", [("check", {}), ("trace", {"num_cols": 64, "strategy": "warp"})]
+)
+def test_check_and_trace_say_what_replaced_load_and_store(name, options, keyword):
+    with pytest.raises(TypeError, match=f"^{name} has no {keyword} any more; expected fuse=func"):
+        getattr(cupynorm, name)(**options, **{keyword: None})
+
+
 @pytest.mark.parametrize(
     "call, order",
     [

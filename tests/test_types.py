@@ -29,6 +29,8 @@ s.sum().backward()
 row: np.ndarray = cupynorm.rms_norm(np.ones((2, 8)), 8, launch=cupynorm.Launch("warp"))
 quantized = cupynorm.layer_norm(x, 64, out_dtype=cupynorm.Quantize("float8_e4m3fn", "row"))
 quantized.dequantize()
+_ = cupynorm.rms_norm(x, 64, out_dtype="int8").scale_inv
+_ = cupynorm.layer_norm(x, 64, out_dtype="int8", return_residual=True)[0].scale_inv
 model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(64, 64), cupynorm.RMSNorm(64))
 cupynorm.swap_norms(model).undo()
 strategy: str = cupynorm.plan(4096, device=cupynorm.DEVICES["H200"]).strategy

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from ..norm.checks import check_eps
-from ..norm.options import dtype_name
+from ..norm.options import dtype_name, names_what_was_removed
 from ..plan.functors import BoundFunctor, Functor
 from ..plan.problem import NormName
 from ..plan.strategies import StatisticsName, StrategyName
@@ -27,6 +27,7 @@ from .trials import Trial, default_trials
 _TAILS = ((61, 769), (7, 8195))
 
 
+@names_what_was_removed
 def check(
     input: Any = None,
     weight: Any = None,
@@ -119,7 +120,7 @@ def check(
         raise TypeError(f"progress is {progress!r}; expected a function as tqdm, or None")
     progress = progress or iter
     own = Callables(function, forward, backward, library)
-    is_one = isinstance(fuse, (str, Functor, BoundFunctor))
+    is_one = not isinstance(fuse, Iterable) or isinstance(fuse, (str, Functor, BoundFunctor))
     functors = [functor_check.with_kinds(each) for each in ([fuse] if is_one else fuse)]
     if functors:
         others = {"input": input, "weight": weight, "bias": bias, "dy": dy, "traps": traps or None}

@@ -12,6 +12,7 @@ from ..check.cases import NORMS, Case, random_problem
 from ..check.functors import Given, random_functor_problem, run_with_functor, with_kinds
 from ..check.run import run_kernels
 from ..norm.launch_choice import tile_of
+from ..norm.options import names_what_was_removed
 from ..norm.plans import full_name, plan
 from ..plan.devices import Device
 from ..plan.problem import Direction, NormName, Tile
@@ -148,6 +149,7 @@ class Trace(Recording):
         return f"{self.owners()}<br>{self.waits()}{as_html(self._request_rows())}"
 
 
+@names_what_was_removed
 def trace(
     num_cols: int,
     num_rows: int = 4,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .eight_bits import Quantize
     from .quantized_tensor import QuantizedTensor
 
+    In8Bits = Quantize | Literal["float8_e4m3fn", "float8_e5m2", "int8"]
+
 T = TypeVar("T")  # the input's type: results are of its library
 Shape = int | Sequence[int]
 Outs = tuple[Array | None, Array | None]
@@ -47,7 +49,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     return_residual: Literal[False] = False,
-    out_dtype: Quantize,
+    out_dtype: In8Bits,
     **options: Unpack[NormOptions],
 ) -> QuantizedTensor: ...
 @overload
@@ -59,7 +61,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     return_residual: Literal[True],
-    out_dtype: Quantize,
+    out_dtype: In8Bits,
     **options: Unpack[NormOptions],
 ) -> tuple[QuantizedTensor, T]: ...
 @overload
@@ -169,7 +171,7 @@ def rms_norm(
     *,
     bias: Array | None = None,
     return_residual: Literal[False] = False,
-    out_dtype: Quantize,
+    out_dtype: In8Bits,
     **options: Unpack[NormOptions],
 ) -> QuantizedTensor: ...
 @overload
@@ -181,7 +183,7 @@ def rms_norm(
     *,
     bias: Array | None = None,
     return_residual: Literal[True],
-    out_dtype: Quantize,
+    out_dtype: In8Bits,
     **options: Unpack[NormOptions],
 ) -> tuple[QuantizedTensor, T]: ...
 @overload

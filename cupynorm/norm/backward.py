@@ -52,13 +52,13 @@ def layer_norm_backward(
     normalized_shape, weight, zero_centered_weight, launch: as for layer_norm.
     mean, rstd: as layer_norm_forward returned them, of x's leading shape, in float32 (float64 for
         float64). x_hat is (x - mean) * rstd with these values.
-    bias: the forward's, for functors on y.
+    bias: that of the forward; functors on y need it.
     dsum: gradient that reaches the returned sum from elsewhere; it is added to dx.
     gradients: which to compute. The others are None and cost nothing.
     dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
     dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
     fuse: as in the forward, with the same seeds.
-    input: the forward's, for functors on x whose backward lines read x.
+    input: that of the forward; functors on x whose backward lines read x need it.
 
     Returns Backward(dx, dweight, dbias), the last two of normalized_shape. With fuse, dx_dtype,
     dresidual_dtype, or "dresidual" or "functors" among the gradients, returns FusedBackward, whose

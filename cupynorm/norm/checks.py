@@ -158,9 +158,9 @@ def check_out(request: ForwardRequest) -> None:
                 f"out was given with out_dtype {options.quantization.dtype}; expected out=None"
             )
         if not (arrays.is_torch(out) or arrays.is_cupy(out) or isinstance(out, np.ndarray)):
-            raise TypeError(
-                f"{name} is {arrays.type_in_words(out)}; expected an array of the input's library"
-            )
+            pair = ", or a tuple (y, sum)" if name == "out" else ""
+            given = arrays.type_in_words(out)
+            raise TypeError(f"{name} is {given}; expected an array of the input's library{pair}")
         check_same_place(out, x, name, "input")
         if tuple(out.shape) != tuple(x.shape):
             raise ValueError(
@@ -293,11 +293,11 @@ def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> N
     if functors is None:
         return
     for name, is_given in (
-        ("memory_efficient", options.memory_efficient),
-        ("round_x_hat", options.round_x_hat and functors.store),
+        ("memory_efficient was given with fuse", options.memory_efficient),
+        ("round_x_hat was given with a functor on y", options.round_x_hat and functors.store),
     ):
         if is_given:
-            raise ValueError(f"{name} was given with fuse; expected only one of them")
+            raise ValueError(f"{name}; expected only one of them")
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:

@@ -33,7 +33,7 @@ class Quantize:
         largest magnitude (amax) of each part of y, as largest / amax. They are 1 where amax is 0,
         infinite or NaN. "tensor" reads the input twice; so does "block" where a block is not held
         by neighbouring lanes.
-    scale_inv: in the place of scale. y is multiplied by 1 / scale_inv, rounded to float32. The
+    scale_inv: instead of scale. y is multiplied by 1 / scale_inv, rounded to float32. The
         result's scale_inv has the same bits.
     group_size: 128 or 64.
     amax: with a given scale: an array of one float32, 0 (not -0) or more, on the input's device, in
@@ -109,8 +109,12 @@ class Quantize:
         computed = " or ".join(map(repr, _COMPUTED))
         in_blocks, is_packed = named == "block", self.layout == "packed"
         for is_wrong, given, expected in (
-            (self.dtype == "int8" and named in ("tensor", "block"), "int8", "'row' or a given one"),
-            (self.amax is not None and named, "amax", "a given one"),
+            (
+                self.dtype == "int8" and named in ("tensor", "block"),
+                "int8",
+                "'row', or one that is given",
+            ),
+            (self.amax is not None and named, "amax", "one that is given, or none"),
             (self.power_of_two and not named, "power_of_two", computed),
             (self.upper_bound is not None and not named, "upper_bound", computed),
             (self.transpose and named in ("row", "block"), "transpose", "one for all of y"),

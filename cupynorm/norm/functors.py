@@ -194,7 +194,9 @@ def check_shape(
     if per_row:
         leading = shape[: len(shape) - num_dims]
         if array_shape != leading:
-            raise ValueError(f"{name} has shape {array_shape}; expected {leading}, one of each row")
+            raise ValueError(
+                f"{name} has shape {array_shape}; expected {leading}, one for each row"
+            )
         return
     padded = (1,) * (len(shape) - len(array_shape)) + array_shape
     split = len(shape) - num_dims

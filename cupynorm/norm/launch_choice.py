@@ -37,7 +37,8 @@ class Launch:
 
     strategy: a name of cupynorm.STRATEGIES. None: the width of a row decides. It holds for backward
         too.
-    tile: a cupynorm.Tile of that strategy, or a dict of its fields.
+    tile: a cupynorm.Tile of that strategy, or a dict of its fields. The backward of autograd
+        chooses its own.
     statistics: "two_pass" or "welford". None: the strategy decides.
     sm_margin: multiprocessors to leave free for other kernels, in forward and backward. Or a dict
         with values for "forward", "backward" and "inference" (a forward whose gradients are not
@@ -45,8 +46,9 @@ class Launch:
 
     It does not apply to NumPy arrays and CPU tensors: a warning says so once.
 
-    Raises TypeError or ValueError for names that do not exist, for a tile that does not fit the
-    strategy and for a margin below 0.
+    Raises TypeError or ValueError for names that do not exist, for a tile without a strategy or
+    with a path that the strategy lacks, and for a margin below 0. A call raises ValueError for a
+    strategy or tile that does not fit its rows.
     """
 
     strategy: StrategyName | None = None
@@ -55,9 +57,9 @@ class Launch:
     sm_margin: int | Mapping[str, int] | Margins = 0
 
     def __post_init__(self) -> None:
-        check_choice(self.strategy, self.statistics)
         tile = tile_of(self.tile)
-        if tile is not None and tile.path is not None and self.strategy is not None:
+        check_choice(self.strategy, self.statistics, tile)
+        if tile is not None and tile.path is not None:
             # Now: tiles are compared without their path, so a prepared call does not know it.
             check_path(self.strategy, tile)
         object.__setattr__(self, "tile", tile)
@@ -102,8 +104,7 @@ def warn_on_host(launch: Launch | None) -> None:
 @functools.cache
 def _warn() -> None:
     warnings.warn(
-        "launch was given for arrays on the CPU, where no kernel runs; it was checked and does not "
-        "apply",
+        "launch was given for arrays on the CPU, where no kernel runs; it does not apply",
         stacklevel=2,
     )
 

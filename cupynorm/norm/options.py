@@ -16,8 +16,8 @@ from .results import FusedBackward
 
 # Keywords of earlier versions, and what to write instead.
 REMOVED_KEYWORDS = {
-    "load": "fuse=, whose functors know whether they act on x or on y",
-    "store": "fuse=, whose functors know whether they act on x or on y",
+    "load": "fuse=functor, whose lines say whether they act on x or on y",
+    "store": "fuse=functor, whose lines say whether they act on x or on y",
     "weight1": "a second call with that weight",
     "bias1": "a second call with that bias",
     "dy1": "a second call with that dy, whose dx is the dsum of the first",
@@ -32,7 +32,7 @@ REMOVED_KEYWORDS = {
     "transpose": "out_dtype=cupynorm.Quantize(dtype, transpose=True)",
     "memory_efficient": "the module LayerNorm or RMSNorm with memory_efficient=True",
     "strategy": "launch=cupynorm.Launch(strategy=...)",
-    "tile": "launch=cupynorm.Launch(tile=...)",
+    "tile": "launch=cupynorm.Launch(strategy, tile)",
     "statistics": "launch=cupynorm.Launch(statistics=...)",
     "sm_margin": "launch=cupynorm.Launch(sm_margin=...)",
 }
@@ -47,13 +47,14 @@ def names_what_was_removed(function: _Function) -> _Function:
     name = function.__qualname__.removesuffix(".__init__")
     parameters = inspect.signature(function).parameters.values()
     order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    gone = REMOVED_KEYWORDS.keys() - {each.name for each in parameters}
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except TypeError:
-            for removed in filter(REMOVED_KEYWORDS.__contains__, options):
+            for removed in filter(gone.__contains__, options):
                 raise TypeError(
                     f"{name} has no {removed} any more; expected {REMOVED_KEYWORDS[removed]}"
                 ) from None

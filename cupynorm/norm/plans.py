@@ -60,8 +60,9 @@ def plan(
     num_cols, num_rows: the extents of x.
     dtype: of x; a name such as "bfloat16", or "bf16", "fp16", "fp32", "fp64".
     weight_dtype, bias_dtype: the same as dtype unless given; None if absent.
-    out_dtype: of y.
-    scale: for an out_dtype of 8 bits, "given", "tensor", "row", "block" or "block64".
+    out_dtype: of y, by name, also "float8_e4m3fn", "float8_e5m2" or "int8" in forward.
+    scale: for an out_dtype of 8 bits, "given", "tensor", "row", "block" or "block64"; int8 takes
+        "given" or "row".
     amax: whether the amax of y is recorded beside a given scale.
     residual: whether forward adds a residual to x; backward then adds the gradient of the sum.
     norm: "layer_norm" or "rms_norm".
@@ -99,15 +100,20 @@ def plan(
     dtypes |= {name: given for name, given in parameters.items() if given is not None}
     for name, given in dtypes.items():
         if given not in list(DTYPES):
-            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(DTYPES)}")
+            known = (
+                *DTYPES,
+                *(EIGHT_BITS if name == "out_dtype" and direction == "forward" else ()),
+            )
+            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(known)}")
     switches = {"residual": residual, "zero_centered_weight": zero_centered_weight, "amax": amax}
     for name, given in switches.items():
         if given not in (True, False):
             raise TypeError(f"{name} is {given!r}; expected True or False")
-    if scale is not None and (not is_quantized or scale not in SCALINGS):
+    scalings = ("given", "row") if is_quantized and y == "int8" else SCALINGS
+    if scale is not None and (not is_quantized or scale not in scalings):
         raise ValueError(
-            f"scale is {scale!r}; expected one of {', '.join(SCALINGS)}, of a forward whose "
-            "out_dtype has 8 bits"
+            f"scale is {scale!r}; expected one of {', '.join(scalings)}, of a forward whose "
+            f"out_dtype {'is int8' if y == 'int8' else 'has 8 bits'}"
         )
     if amax and (not is_quantized or scale not in (None, "given")):
         raise ValueError(

@@ -154,9 +154,10 @@ def use_tiles(path: str | Path | None) -> None:
     the GPU on which it was measured, a data file for all GPUs of this machine. None removes the
     table in use.
 
-    Other GPUs, problems that the table does not cover, and calls with strategy= or tile= keep their
-    tiles. plan() shows where a tile comes from. Results keep the same error bounds, repeat to the
-    bit, and do not depend on the batch. Between two tables their last bits may differ.
+    Other GPUs, problems that the table does not cover, and calls whose Launch has a strategy or a
+    tile keep theirs. plan() shows where a tile comes from. Results keep the same error bounds,
+    repeat to the bit, and do not depend on the batch. Between two tables their last bits may
+    differ.
 
     Do not call it while another thread is in a call of this library: that call may keep its old
     tile. A captured CUDA graph and a recorded autograd graph keep their tiles.

@@ -49,11 +49,7 @@ def choose(
         if tuned_choice:
             strategy, tile, reason = tuned_choice
             return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
-    check_choice(strategy, statistics)
-    if tile is not None and strategy is None:
-        raise ValueError(
-            "tile is given without strategy; expected the strategy that it belongs to as well"
-        )
+    check_choice(strategy, statistics, tile)
     if strategy is None:
         name, chosen, reason = _best_tile(problem, device)
     else:

@@ -77,12 +77,12 @@ class Functor:
             if name in values:
                 raise TypeError(f"{self.name} got {name} twice; expected {expected}")
             values[name] = value
-        for name in (*self.arrays, *self.numbers):
-            if name not in values or values[name] is None:
-                raise TypeError(f"{self.name} needs {name}; expected {expected}")
         for name in values:
             if name not in names:
                 raise TypeError(f"{self.name} got {name}; expected {expected}")
+        for name in (*self.arrays, *self.numbers):
+            if values.get(name) is None:
+                raise TypeError(f"{self.name} was given no {name}; expected {expected}")
         for name in self.numbers:
             if isinstance(values[name], bool) or not isinstance(values[name], (int, float)):
                 raise TypeError(f"{name} of {self.name} is {values[name]!r}; expected a number")

@@ -158,8 +158,11 @@ StatisticsName = Literal["two_pass", "welford"]
 STATISTICS = get_args(StatisticsName)
 
 
-def check_choice(strategy: str | None, statistics: str | None) -> None:
-    """Raises ValueError for an unknown strategy or statistics. None: the width decides."""
+def check_choice(strategy: str | None, statistics: str | None, tile: object = None) -> None:
+    """Raises ValueError for an unknown strategy or statistics, and for a tile without a strategy.
+
+    None: the width decides.
+    """
     for name, given, known in (
         ("strategy", strategy, STRATEGIES),
         ("statistics", statistics, STATISTICS),
@@ -169,3 +172,7 @@ def check_choice(strategy: str | None, statistics: str | None) -> None:
                 f"{name} is {given!r}; expected one of {', '.join(known)}, "
                 "or None to let the width decide"
             )
+    if tile is not None and strategy is None:
+        raise ValueError(
+            "tile is given without strategy; expected the strategy that it belongs to as well"
+        )

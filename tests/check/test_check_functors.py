@@ -173,6 +173,9 @@ def test_refusals(arguments, sentence):
 
 
 def test_what_is_no_functor_is_refused():
+    for nothing in (3, None):
+        with pytest.raises(TypeError, match=f"fuse has a {type(nothing).__name__}; expected func"):
+            cupynorm.check(fuse=nothing)
     with pytest.raises(TypeError, match="fuse has a str; expected functors"):
         cupynorm.check(fuse="y = 2 * y;", on="cpu")
 

@@ -151,7 +151,7 @@ def test_shapes_that_do_not_fit(shape, words):
 
 
 def test_an_option_that_does_not_go_with_a_functor():
-    with pytest.raises(ValueError, match="round_x_hat was given with fuse"):
+    with pytest.raises(ValueError, match="round_x_hat was given with a functor on y; expected"):
         cupynorm.layer_norm(X, 8, fuse=GATE, round_x_hat=True)
 
 
@@ -169,8 +169,9 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="return_residual was given without a residual and with"):
         cupynorm.layer_norm(X, 8, fuse=functors.layer_scale(X), return_residual=True)
     for given, words in (
-        ({}, "silu_gate needs gate; expected gate"),
+        ({}, "silu_gate was given no gate; expected gate"),
         ({"gate": X, "gat": X}, "silu_gate got gat; expected gate"),
+        ({"gat": X}, "silu_gate got gat; expected gate"),
     ):
         with pytest.raises(TypeError, match=words):
             functors.silu_gate(**given)
@@ -292,7 +293,7 @@ def test_an_array_per_row():
     y = cupynorm.layer_norm(x, 8, fuse=times(factor))
     np.testing.assert_allclose(y, cupynorm.layer_norm(x, 8) * factor[..., None], rtol=1e-6)
     with pytest.raises(
-        ValueError, match=r"times.f has shape \(8,\); expected \(2, 3\), one of each"
+        ValueError, match=r"times.f has shape \(8,\); expected \(2, 3\), one for each"
     ):
         cupynorm.layer_norm(x, 8, fuse=times(draw(8)))
     with pytest.raises(ValueError, match="functor own has per_row .* expected some of arrays"):

@@ -154,7 +154,7 @@ OUTS = [
     (ValueError, "out is a torch tensor on cpu, input is a NumPy array", lambda: torch_ones(4, 40)),
     (
         TypeError,
-        "out is a list; expected an array of the input's library",
+        r"out is a list; expected an array of the input's library, or a tuple \(y, sum\)",
         lambda: [[1.0] * 40] * 4,
     ),
     (

@@ -18,7 +18,6 @@ def test_wrong_arguments_are_refused_on_a_gpu(name):
     lib = library(name)
     x, out = lib.put(np.ones((4, 40)), "float32"), lib.put(np.ones((4, 40)), "float32")
     refused = [
-        (ValueError, "tile is given without strategy", {"launch": Launch(tile=Tile(1, 32, 2, 4))}),
         (ValueError, "tile holds 32 columns", {"launch": Launch("warp", Tile(1, 32, 1, 4))}),
         (ValueError, "tile has pack_size 3", {"launch": Launch("warp", Tile(3, 32, 1, 4))}),
         (ValueError, "sm_margin is 100000", {"launch": Launch(sm_margin=100000)}),

@@ -93,9 +93,14 @@ def test_a_launch_keeps_each_choice_in_its_field_and_cannot_change():
         made.tile.pack_size = 8
 
 
+def test_a_tile_needs_a_strategy():
+    with pytest.raises(ValueError, match="^tile is given without strategy; expected the strategy"):
+        Launch(tile=TILE)
+
+
 def test_changing_the_given_dicts_later_does_not_change_a_launch():
     tile, margins = dict(TILE), {"forward": 1}
-    made = Launch(None, tile, None, margins)
+    made = Launch("warp", tile, None, margins)
     tile["pack_size"] = 8
     margins["forward"] = 9
     assert made.tile.pack_size == TILE["pack_size"]

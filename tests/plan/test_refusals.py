@@ -208,7 +208,11 @@ def test_unknown_and_incomplete_choices():
         ),
         (r"dtype is 'int8'; expected one of", {"weight_dtype": "int8"}),
         (r"dtype is 'half'; expected one of", {"bias_dtype": "half"}),
-        (r"dtype is 'half'; expected one of", {"out_dtype": "half"}),
+        (r"dtype is 'half'; expected one of .*, float64, float8_e4m3fn", {"out_dtype": "half"}),
+        (
+            r"scale is 'tensor'; expected one of given, row, of a forward whose out_dtype is int8",
+            {"out_dtype": "int8", "scale": "tensor"},
+        ),
         (
             r"device is 'Voodoo2'; expected one of A100, .*B200.*, a Device, or None",
             {"device": "Voodoo2"},
