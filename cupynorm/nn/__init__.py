@@ -8,7 +8,6 @@ modules, second_names   LayerNorm and RMSNorm
 swap, probe             swap_norms, and how it finds out what a module computes
 autocast, recipes       fp8_autocast, also in checkpoints, and where scales come from
 fp8, amaxes             the scales that DelayedScaling keeps, and the end of its step
-fp8_norm                modules with fp8_output
 quantization, products  matrices in 8 bits, and products of them
 dtypes                  dtypes by name and under torch.autocast
 """

@@ -7,20 +7,24 @@ cupynorm's forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Proxy
 
+from ..gpu import arrays
 from ..norm import route
 from ..norm.api import layer_norm, rms_norm
 from ..norm.functors import bind_functors
 from ..norm.launch_choice import Launch, checked_launch
 from ..norm.options import extents_of, names_what_was_removed
 from ..norm.quantized_tensor import QuantizedTensor
-from ..plan.functors import BoundFunctor, Fuse
-from .fp8_norm import Fp8Norm
-from .modes import run_untraced
+from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
+from ..plan.functors import BoundFunctor, Functors, Fuse
+from . import amaxes, autocast, fp8, wrapped
+from .dtypes import name_of
+from .modes import is_recorded, is_transformed, learns_shapes, run_untraced
+from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
 from .second_names import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
@@ -41,10 +45,31 @@ EXTRAS = {
 }
 
 
-class Norm(Fp8Norm):
-    """What LayerNorm and RMSNorm have beyond torch's: more options, and forward."""
+class _Step(NamedTuple):
+    """What DelayedScaling gives a call; None with other recipes.
 
+    scale: of y. amax: where the kernel puts that of y; None where the region's step does not count.
+    """
+
+    scales: fp8.Scales | None
+    scale: torch.Tensor | None
+    amax: torch.Tensor | None
+
+
+class Norm(torch.nn.Module):
+    """What LayerNorm and RMSNorm have beyond torch's: more options, forward, and 8 bits.
+
+    _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for amaxes.py.
+    """
+
+    _centered: bool
+    zero_centered_gamma: bool
     sequence_parallel: bool | None
+    round_x_hat: bool
+    memory_efficient: bool
+    fp8_state: bool = False
+    launch: Launch | None = None
+    _fp8_scales: fp8.Scales | None = None
 
     def _set_extras(self, *values: object) -> None:
         """values: in the order of EXTRAS.
@@ -54,7 +79,7 @@ class Norm(Fp8Norm):
         for name, value in zip(EXTRAS, values, strict=True):
             setattr(self, name, value)
         checked_launch(self.launch)
-        self._begin_fp8()
+        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
 
     def reset_parameters(self) -> None:
         """Sets weight to 1, or to 0 with zero_centered_gamma, and bias to 0.
@@ -73,6 +98,7 @@ class Norm(Fp8Norm):
 
     def _apply(self, function: Callable, recurse: bool = True) -> Norm:
         super()._apply(function, recurse)
+        self._move_scales(function)
         self._mark_parameters()  # to_empty() may have made new ones
         return self
 
@@ -103,11 +129,11 @@ class Norm(Fp8Norm):
             return call(input, residual, return_residual, bind_functors(fuse))
         if self.memory_efficient:
             bias = self._parameter("bias") if self._centered else None
-            arrays = input, self._parameter("weight"), bias, residual
+            tensors = input, self._parameter("weight"), bias, residual
             numerics = self.eps, self.zero_centered_gamma, self.round_x_hat
             options = (*numerics, None, None, fuse, self.launch, True)
             shape = self.normalized_shape
-            return _keeping_y(self._centered, shape, arrays, options, return_residual)
+            return _keeping_y(self._centered, shape, tensors, options, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -126,9 +152,12 @@ class Norm(Fp8Norm):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
+        self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        fp8.complete(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
 
@@ -136,6 +165,110 @@ class Norm(Fp8Norm):
         values = {name: getattr(self, name) for name in EXTRAS}
         extras = [f"{name}={value}" for name, value in values.items() if value != EXTRAS[name]]
         return ", ".join([super().extra_repr(), *extras])
+
+    def _move_scales(self, function: Callable) -> None:
+        if self._fp8_scales is not None:
+            self._fp8_scales = fp8.moved(self._fp8_scales, function)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The scale of y as bytes, without pickle; an empty uint8 tensor where there is none."""
+        return fp8.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state returned.
+
+        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
+        """
+        self._load_scales(fp8.unpack(state) if fp8.is_packed(state) else {})
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
+            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
+
+    def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Takes what fp8.unpack returned. Without a state, the next step is the first."""
+        if not states:
+            self._fp8_scales = None
+            return
+        described = ", ".join(f"{name} of {len(scale)}" for name, (scale, _) in states.items())
+        if described != "y of 1":
+            raise ValueError(
+                f"the fp8 state is of {described} tensors; expected that of a norm, y of 1"
+            )
+        ((scale, amax_history),) = states.values()
+        if self._fp8_scales is None:
+            self._fp8_scales = fp8.Scales((E4M3,), len(amax_history), scale.device)
+        self._fp8_scales.load(scale, amax_history)
+
+    def _forward_in_fp8(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None,
+        return_residual: bool,
+        functors: Functors | None,
+    ) -> Any:
+        """The call with fp8_output."""
+        region = autocast.kept(autocast.active)
+        if region is None:
+            raise ValueError(
+                "fp8_output is True outside of fp8_autocast; "
+                "expected False, or the call inside of it"
+            )
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input is {arrays.type_in_words(input)}; expected a torch tensor")
+        if is_recorded():
+            raise NotImplementedError(
+                "torch.export or make_fx was asked to record a norm with fp8_output=True; expected "
+                "fp8_output=False"
+            )
+        is_sharded = wrapped.is_any_dtensor(input)
+        if not (is_sharded or is_transformed()):
+            arrays.check_addresses(input=input)  # before scales are moved to its device
+        autocast.check_checkpoint(region)
+        step = self._begin_step(region.recipe, input.device)
+        # The next layer may need the transposed copy for its weight's gradient. No linear layer
+        # takes a DTensor in 8 bits.
+        transpose = torch.is_grad_enabled() and not is_sharded
+        quantization = _quantization_of(region.recipe, transpose)
+        norm_operands = ForwardOperands(
+            input,
+            self._parameter("weight"),
+            self._parameter("bias") if self._centered else None,
+            residual,
+            scale=step.scale,
+            amax=step.amax,
+            functors=functors,
+        )
+        norm_options = ForwardOptions(
+            self._centered,
+            self.normalized_shape,
+            self.eps,
+            self.zero_centered_gamma,
+            quantization.dtype,
+            round_x_hat=self.round_x_hat,
+            memory_efficient=self.memory_efficient,
+            quantization=quantization,
+            launch=self.launch,
+        )
+        results = route.normalize(ForwardRequest(norm_operands, norm_options), return_residual)
+        if step.scales is not None:
+            self._fp8_scales = step.scales
+        if step.amax is not None:
+            used = autocast.UsedScales(step.scales, region.recipe, region.group)
+            region.used[self._fp8_slot, 0] = used
+        return results
+
+    def _begin_step(self, recipe: Recipe, device: torch.device) -> _Step:
+        """Changes nothing yet, because the call may be refused."""
+        if not isinstance(recipe, DelayedScaling):
+            return _Step(None, None, None)
+        fp8.check_is_no_replica(self)
+        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not learns_shapes()
+        dtypes = recipe.fp8_format.value[:1]
+        scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps)
+        scale = autocast.kept(scales.scale.clone) if autocast.runs else scales.scale
+        return _Step(scales, scale, scales.amax(0) if keeps else None)
 
 
 class LayerNorm(Norm, torch.nn.LayerNorm):
@@ -305,3 +438,14 @@ def _check_order(**arguments: object) -> None:
                 "eps, elementwise_affine. Give TransformerEngine's sequence_parallel and dtype by "
                 "keyword"
             )
+
+
+def _quantization_of(recipe: Recipe, transpose: bool) -> Quantization:
+    """How a recipe quantises y. transpose: also make the transposed copy, where y has one scale."""
+    dtype = name_of(recipe.fp8_format.value[0])
+    if isinstance(recipe, DelayedScaling):
+        return Quantization(dtype, transpose=transpose)
+    if isinstance(recipe, CurrentScaling):
+        power_of_two, smallest_amax = recipe.power_of_two, recipe.amax_epsilon
+        return Quantization(dtype, "tensor", power_of_two, transpose, smallest_amax)
+    return Quantization(dtype, "block", recipe.power_of_two)
