@@ -19,12 +19,7 @@ from ..norm.checked_forward import DIFFERENTIABLE
 from ..norm.checks import check_forward
 from ..norm.functors import check_differentiable
 from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
-from ..norm.request import (
-    BackwardOperands,
-    BackwardRequest,
-    ForwardRequest,
-    replaced,
-)
+from ..norm.request import BackwardOperands, BackwardRequest, ForwardRequest, replaced
 from ..norm.results import Backward, FusedBackward
 from . import by_torch, wrapped
 from .dtypes import arithmetic
@@ -47,9 +42,7 @@ _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it 
 _NO_OPTIONS = (None,) * (len(BackwardOperands._fields) - 6)
 
 
-def normalize(
-    request: ForwardRequest,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, input + residual), differentiable in input, weight, bias and residual.
 
     Under torch.autocast of "cuda" a 16-bit input has a float32 y, as torch's own norms, unless

@@ -220,12 +220,8 @@ def check_overlap(operands: ForwardOperands) -> None:
 
 def _reader_of_others(functors: Functors | None) -> str:
     """The name of a functor whose lines read other columns; "" if there is none."""
-    names = [
-        each.functor.name
-        for each in (functors.parts if functors else ())
-        if each.functor.reads_others
-    ]
-    return names[0] if names else ""
+    parts = functors.parts if functors else ()
+    return next((each.functor.name for each in parts if each.functor.reads_others), "")
 
 
 def _take_seed(seed: Array, x: Array, name: str) -> Array:
@@ -339,17 +335,7 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
             )
     if options.recompute or functors is not None:
         bias = take_like(given.bias, x, extents, "bias", "x")
-    operands = BackwardOperands(
-        dy,
-        x,
-        mean,
-        rstd,
-        weight,
-        dsum,
-        bias,
-        input=input,
-        functors=functors,
-    )
+    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, bias, input, functors)
     return BackwardRequest(operands, options._replace(**dtypes))
 
 

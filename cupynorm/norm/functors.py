@@ -5,6 +5,7 @@ cupynorm/plan/functors.py has the functors themselves.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -149,17 +150,12 @@ def _seed_at(x: Array, seed: object) -> Array:
         if seed is None:
             return torch.randint(0, SEED_LIMIT, (1,), **options)
         return torch.full((1,), seed, **options)
-    if isinstance(x, np.ndarray):
-        return (
-            np.random.randint(0, SEED_LIMIT, 1, np.int64)
-            if seed is None
-            else np.full(1, seed, np.int64)
-        )
-    with x.device:
-        cupy = nvrtc.cupy()
+    is_numpy = isinstance(x, np.ndarray)
+    library = np if is_numpy else nvrtc.cupy()
+    with contextlib.nullcontext() if is_numpy else x.device:
         if seed is None:
-            return cupy.random.randint(0, SEED_LIMIT, 1, np.int64)
-        return cupy.full(1, seed, np.int64)
+            return library.random.randint(0, SEED_LIMIT, 1, np.int64)
+        return library.full(1, seed, np.int64)
 
 
 def with_seeds(functors: Functors, x: Array) -> Functors:

@@ -101,7 +101,6 @@ class OnGpu:
 
     def compile(self, call: Call, order: list[str]) -> None:
         """order: names of the tensors in the order in which a run has their addresses."""
-        self.num_tensors = len(order)
         self.arguments = call.arguments_of(order)
         self.copies = tuple(self._copied) if any(self._copied) else ()
         kernels = [launch.load(each, self.device_index) for each in call.launches]

@@ -19,13 +19,7 @@ from . import host
 from .arguments import backward_call, forward_call
 from .cache import backwards, forwards, keep
 from .checked_forward import CheckedForward, dtype_or_none
-from .checks import (
-    check_backward,
-    check_forward,
-    check_out,
-    check_overlap,
-    share_an_address,
-)
+from .checks import check_backward, check_forward, check_out, check_overlap, share_an_address
 from .functors import PlacedFunctors, key_of, summed, with_seeds
 from .launch_choice import warn_on_host
 from .on_gpu import OnGpu, TensorOrder, allocator, fill, layouts_of, parameter_of, rows_of
