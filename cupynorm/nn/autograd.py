@@ -68,7 +68,8 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
         return wrapped.normalize_dtensors(request, normalize)
     if by_torch.takes(*tensors, *own):
         return by_torch.normalize(request)
-    recorded = _is_grad_enabled() and wants_gradient(*tensors, *own)
+    outs = operands.out, operands.out_sum
+    recorded = _is_grad_enabled() and wants_gradient(*tensors, *own, *outs)
     if recorded and operands.functors is not None:
         check_differentiable(operands.functors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)

@@ -298,6 +298,9 @@ def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
     for options in ({"residual": out, "out": (None, out)}, {"out": out, "fuse": gate}):
         with pytest.raises(ValueError, match="out was given for tensors that require gradients"):
             cupynorm.layer_norm(x, 40, **options)
+    for given in (2 * x, (None, 2 * x)):
+        with pytest.raises(ValueError, match="out was given for tensors that require gradients"):
+            cupynorm.layer_norm(out, 40, residual=out.clone(), out=given)
     assert (out == 1).all()
 
 
