@@ -74,6 +74,17 @@ def test_removed_keywords_say_what_to_write_instead(norm, direction, keyword):
         getattr(cupynorm, name)(np.ones((2, 8)), 8, **{keyword: None})
 
 
+@pytest.mark.parametrize("keyword", REMOVED_KEYWORDS)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_calls_of_modules_say_what_to_write_instead(name, keyword):
+    torch = pytest.importorskip("torch")
+    said = rf"^{name}'s call has no {keyword} any more; expected \w.*[\w)]$"
+    with pytest.raises(TypeError, match=said):
+        getattr(cupynorm, name)(8)(torch.ones(2, 8), **{keyword: None})
+    with pytest.raises(TypeError, match=f"^{name}'s call got an unexpected keyword argument 'own'"):
+        getattr(cupynorm, name)(8)(torch.ones(2, 8), own=1)
+
+
 @pytest.mark.parametrize("keyword", ["load", "store"])
 @pytest.mark.parametrize(
     "name, options", [("check", {}), ("trace", {"num_cols": 64, "strategy": "warp"})]

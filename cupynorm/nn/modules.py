@@ -6,8 +6,8 @@ cupynorm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.fx import Proxy
@@ -17,7 +17,7 @@ from ..norm import route
 from ..norm.api import layer_norm, rms_norm
 from ..norm.functors import bind_functors
 from ..norm.launch_choice import Launch, checked_launch
-from ..norm.options import extents_of, names_what_was_removed
+from ..norm.options import extents_of, names_what_was_removed, refuse_keywords
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..plan.functors import BoundFunctor, Functors, Fuse
@@ -31,7 +31,7 @@ from .second_names import either
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 torch.fx.wrap("_without_dropout")
-torch.fx.wrap("_without_fp8")
+torch.fx.wrap("_as_recorded")
 torch.fx.wrap("_keeping_y")
 
 # Keywords beyond torch.nn's, with their defaults.
@@ -119,11 +119,14 @@ class Norm(torch.nn.Module):
         return_residual: bool = False,
         fp8_output: bool = False,
         fuse: Fuse = (),
+        **unknown: NoReturn,
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
+        if unknown.__class__ is dict and unknown:  # torch.fx gives a Proxy for it
+            refuse_keywords(f"{type(self).__name__}'s call", unknown)
         if not self.training:
             fuse = _without_dropout(fuse)
         if fp8_output.__class__ is Proxy:
-            fuse = _without_fp8(fuse, fp8_output)
+            fuse = _as_recorded(fuse, fp8_output, unknown)
         elif fp8_output:
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
@@ -414,8 +417,10 @@ def _without_dropout(fuse: Fuse) -> Fuse:
     )
 
 
-def _without_fp8(fuse: Fuse, fp8_output: bool) -> Fuse:
+def _as_recorded(fuse: Fuse, fp8_output: bool, unknown: Mapping[str, Any]) -> Fuse:
     """fuse, in what torch.fx.symbolic_trace records of a norm that is the root."""
+    if unknown:
+        refuse_keywords("the recorded norm", unknown)
     if fp8_output:
         raise NotImplementedError(
             "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -54,10 +54,8 @@ def names_what_was_removed(function: _Function) -> _Function:
         try:
             return function(*arguments, **options)
         except TypeError:
-            for removed in filter(gone.__contains__, options):
-                raise TypeError(
-                    f"{name} has no {removed} any more; expected {REMOVED_KEYWORDS[removed]}"
-                ) from None
+            if named := {key: options[key] for key in options if key in gone}:
+                refuse_keywords(name, named)
             given = dict(zip(order, arguments)).get("normalized_shape")
             if hasattr(given, "__dlpack__"):
                 raise TypeError(
@@ -67,6 +65,13 @@ def names_what_was_removed(function: _Function) -> _Function:
             raise
 
     return call
+
+
+def refuse_keywords(name: str, unknown: Mapping[str, Any]) -> NoReturn:
+    """Raises TypeError for keywords that name does not have, or has no more."""
+    for key in filter(REMOVED_KEYWORDS.__contains__, unknown):
+        raise TypeError(f"{name} has no {key} any more; expected {REMOVED_KEYWORDS[key]}") from None
+    raise TypeError(f"{name} got an unexpected keyword argument {next(iter(unknown))!r}")
 
 
 def extents_of(normalized_shape: object) -> tuple[int, ...]:

@@ -238,6 +238,8 @@ def test_symbolic_trace_of_a_norm_itself(training, norm_class):
     assert all(torch.equal(*pair) for pair in zip(traced(x, **call), norm(x, **call), strict=True))
     with pytest.raises(NotImplementedError, match="fp8_output is True"):
         traced(x, fp8_output=True)
+    with pytest.raises(TypeError, match="the recorded norm has no dropout_p any more; expected"):
+        traced(x, dropout_p=0.5)
 
 
 def wrapped_norm(x, weight):
