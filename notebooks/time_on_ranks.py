@@ -23,7 +23,6 @@ from torch import Tensor, distributed
 
 import cupynorm
 from cupynorm.linear.call import LinearOptions, Operands
-from cupynorm.norm.request import DEFAULTS
 from cupynorm.parallel import ranks, row
 
 ON_GPUS = torch.cuda.is_available()
@@ -222,7 +221,7 @@ def time_norm_of_shared_rows(centered: bool) -> None:
     """forward: statistics, their exchange and y. backward: dx and the parameters' gradients."""
     size, (num_rows, num_cols) = distributed.get_world_size(), SHARED_ROWS
     group = ranks.Ranks(size, distributed.group.WORLD)
-    options = LinearOptions(centered, 1e-5, False, False, False, None, DEFAULTS)
+    options = LinearOptions(centered, 1e-5, False, False, False, None, None)
     torch.manual_seed(1 + distributed.get_rank())
     x, dy = (torch.randn(num_rows, num_cols // size, device=DEVICE, dtype=DTYPE) for _ in "xy")
     weight, bias = (torch.randn(num_cols // size, device=DEVICE, dtype=DTYPE) for _ in "wb")

@@ -220,7 +220,7 @@ def check_overlap(operands: ForwardOperands) -> None:
 
 def _reader_of_others(functors: Functors | None) -> str:
     """The name of a functor whose lines read other columns; "" if there is none."""
-    parts = functors.parts if functors else ()
+    parts = functors.parts() if functors else ()
     return next((each.functor.name for each in parts if each.functor.reads_others), "")
 
 

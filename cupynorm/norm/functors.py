@@ -132,7 +132,7 @@ def key_of(functors: Functors, layout_key: Callable[[Any], object]) -> tuple:
     """What a prepared call depends on. Numbers count as text: 0.0 equals -0.0, and NaN no NaN."""
     return tuple(
         (each.functor, str(each.numbers), tuple(map(layout_key, each.arrays + each.seeds)))
-        for each in functors.parts
+        for each in functors.parts()
     )
 
 
@@ -160,7 +160,7 @@ def _seed_at(x: Array, seed: object) -> Array:
 
 def with_seeds(functors: Functors, x: Array) -> Functors:
     """The functors with each seed as an array where x is."""
-    if not any(each.seeds for each in functors.parts):
+    if not any(each.seeds for each in functors.parts()):
         return functors
     given, count = functors.arrays(), len(functors.named_arrays())
     return functors.with_arrays([*given[:count], *(_seed_at(x, each) for each in given[count:])])
@@ -210,7 +210,7 @@ def check_shape(
 
 def check_differentiable(functors: Functors) -> None:
     """Raises ValueError if a functor has no derivative."""
-    for each in functors.parts:
+    for each in functors.parts():
         name = each.functor.name
         if each.functor.backward is None:
             raise ValueError(
@@ -308,7 +308,7 @@ def place_all(
     if functors is None:
         return NO_FUNCTORS, []
     shape, placed, copied = tuple(x.shape), [], []
-    for label, each in zip(labels(functors.parts), functors.parts):
+    for label, each in zip(labels(functors.parts()), functors.parts()):
         named = list(zip(each.functor.arrays, each.arrays))
         places = [
             place(array, shape, num_dims, name in each.functor.per_row) for name, array in named
@@ -321,7 +321,7 @@ def place_all(
         own = tuple(array for array, _ in places)
         placed.append(PlacedFunctor(each.functor, each.numbers, own, label, gradients))
     count = len(functors.load)
-    copied += [arrays.view(seed).is_lazy for each in functors.parts for seed in each.seeds]
+    copied += [arrays.view(seed).is_lazy for each in functors.parts() for seed in each.seeds]
     return PlacedFunctors(tuple(placed[:count]), tuple(placed[count:])), copied
 
 

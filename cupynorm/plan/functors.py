@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from numbers import Integral
+from numbers import Integral, Number
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,11 +128,11 @@ def _seed(value: Any, name: str, functor: str) -> Any:
             raise ValueError(f"{name} of {functor} is {value}; expected an int of 64 bits")
         value = value if isinstance(value, int) else int(value)
         return value - 2**64 if value >= 2**63 else value
-    if value is None or hasattr(value, "__dlpack__"):
-        return value
-    raise TypeError(
-        f"{name} of {functor} is {value!r}; expected an int, one element of int64, or None"
-    )
+    if isinstance(value, (str, Number)):  # what else is no array is refused where it is read
+        raise TypeError(
+            f"{name} of {functor} is {value!r}; expected an int, one element of int64, or None"
+        )
+    return value
 
 
 class BoundFunctor(NamedTuple):
@@ -156,14 +156,14 @@ class Functors(NamedTuple):
     load: tuple[BoundFunctor, ...] = ()
     store: tuple[BoundFunctor, ...] = ()
 
-    @property
     def parts(self) -> tuple[BoundFunctor, ...]:
+        """All of them. torch.compile cannot trace a property of a named tuple before 2.9."""
         return self.load + self.store
 
     def arrays(self) -> tuple[Any, ...]:
         """The arrays of all, then the seeds of all."""
-        arrays = [array for each in self.parts for array in each.arrays]
-        return tuple(arrays + [seed for each in self.parts for seed in each.seeds])
+        arrays = [array for each in self.parts() for array in each.arrays]
+        return tuple(arrays + [seed for each in self.parts() for seed in each.seeds])
 
     def names(self) -> tuple[str, ...]:
         """Of arrays(), as "silu_gate.gate"."""
@@ -171,24 +171,27 @@ class Functors(NamedTuple):
         return (*arrays, *self.names_of_seeds())
 
     def names_of_seeds(self) -> list[str]:
-        named = zip(labels(self.parts), self.parts)
+        named = zip(labels(self.parts()), self.parts())
         return [f"{label}.{seed}" for label, each in named for seed in each.functor.seeds]
 
     def named_arrays(self) -> list[tuple[str, Any, bool]]:
         """The name of each array, the array, and whether it is one per row."""
         return [
             (f"{label}.{name}", array, name in each.functor.per_row)
-            for label, each in zip(labels(self.parts), self.parts)
+            for label, each in zip(labels(self.parts()), self.parts())
             for name, array in zip(each.functor.arrays, each.arrays)
         ]
 
     def with_arrays(self, arrays: Sequence[Any]) -> Functors:
         """The same with other arrays and seeds, in the order of arrays()."""
-        left = iter(arrays)
+        left = iter(arrays)  # "_replace" is traced by torch.compile since 2.9 alone
+        own = [tuple([next(left) for _ in each.arrays]) for each in self.parts()]
         parts = [
-            each._replace(arrays=tuple([next(left) for _ in each.arrays])) for each in self.parts
+            BoundFunctor(
+                each.functor, arrays, each.numbers, tuple([next(left) for _ in each.seeds])
+            )
+            for each, arrays in zip(self.parts(), own)
         ]
-        parts = [each._replace(seeds=tuple([next(left) for _ in each.seeds])) for each in parts]
         return Functors(tuple(parts[: len(self.load)]), tuple(parts[len(self.load) :]))
 
 

@@ -79,8 +79,8 @@ def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
     """A spill means that the tile has too many elements or blocks for the registers."""
     found = instances(compute_capability)
 
-    def compiled_with(kernel: Kernel) -> tuple[str, str]:
-        return kernel.source, kernel.architecture or ""
+    def compiled_with(kernel: Kernel) -> tuple[str, ...]:
+        return kernel.source, kernel.architecture, kernel.functors
 
     kernels = sorted(found, key=lambda kernel: (*compiled_with(kernel), kernel.name_expression))
     if not HAS_TIME and compute_capability in SHARES:

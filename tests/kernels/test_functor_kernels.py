@@ -158,7 +158,7 @@ def through_the_api(library, x, own, dtype, residual=None):
     """y and all gradients of a call with functors, of the kernels."""
     weight = library.asarray(np.linspace(0.5, 1.5, x.shape[-1]).astype(dtype))
     options = {"residual": residual} if residual is not None else {}
-    y = cupynorm.layer_norm(x, x.shape[-1], weight, fuse=own.parts, **options)
+    y = cupynorm.layer_norm(x, x.shape[-1], weight, fuse=own.parts(), **options)
     compute = np.float64 if dtype == "float64" else np.float32
     mean = library.zeros(x.shape[:-1], compute)
     rstd = library.ones(x.shape[:-1], compute)
