@@ -102,7 +102,7 @@ def _torch_rotary(y: Any, cos: Any, sin: Any) -> Any:
 
 # Rotary position embedding (Su et al. 2021) of each head of a query or key that is
 # normalised per head, [batch, seq, heads, N]. Column c turns with column c + N/2, as in Llama.
-# cos, sin: [1, seq, 1, N], whose two halves are equal. N is even.
+# cos, sin: [1, seq, 1, N], whose two halves are equal.
 rotary = functor(
     "rotary",
     """
@@ -120,6 +120,7 @@ rotary = functor(
     """,
     reference=_rotary,
     torch=_torch_rotary,
+    multiple_of=2,
 )
 
 
@@ -156,6 +157,7 @@ rotary_interleaved = functor(
     """,
     reference=_rotary_interleaved,
     torch=_torch_rotary_interleaved,
+    multiple_of=2,
 )
 
 # x * scale, LayerScale (Touvron et al. 2021), before a residual is added. scale: of

@@ -108,6 +108,12 @@ def _take_functors(
     if functors is None:
         return None
     functors, converted = with_seeds(functors, x), []
+    for functor in (each.functor for each in functors.parts()):
+        if arrays.product(extents) % functor.multiple_of:
+            raise ValueError(
+                f"normalized_shape is {extents}, and functor {functor.name} was given; expected a "
+                f"multiple of {functor.multiple_of} columns"
+            )
     for name, array, per_row in functors.named_arrays():
         array = arrays.take(array, name)
         check_dtype(array, name)

@@ -51,6 +51,7 @@ class Functor:
     origin: what messages of the compiler call the lines.
     reference, torch: the same function in NumPy and of torch tensors, or None. Functors with the
         same lines are equal whatever these are.
+    multiple_of: what divides the columns of a row.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Functor:
     torch: Callable | None = field(default=None, compare=False)
     seeds: tuple[str, ...] = ()
     per_row: tuple[str, ...] = ()
+    multiple_of: int = 1
 
     def __call__(self, *arguments: Any, **values: Any) -> BoundFunctor:
         """The functor with an array, a number or a seed for each of its names.
@@ -235,6 +237,7 @@ def functor(
     torch: Callable | None = None,
     seeds: Sequence[str] = (),
     per_row: Sequence[str] = (),
+    multiple_of: int = 1,
 ) -> Functor:
     """A few lines of CUDA that layer_norm and rms_norm fuse into their kernels.
 
@@ -266,6 +269,8 @@ def functor(
     per_row: those of arrays that have the input's shape without normalized_shape.
     seeds: names of seeds. Each is bound to an int, an int64 array of one element on the input's
         device, or None: each call then draws one there, without a sync, and keeps it for backward.
+    multiple_of: rows of another number of columns are refused. For lines that read other columns,
+        which must be those of the row: nothing else checks them.
     backward: lines for the derivative. They get dy (or dx), the gradient of the functor's result,
         and leave in it the gradient of its argument. They may set d<name> for each array, which is
         0 otherwise, and may read y and all of the above. Lines about y may read dy_at(col), the
@@ -307,7 +312,8 @@ def functor(
     if forward is None:
         raise TypeError(f"functor {name} has no lines; expected a str or a pathlib.Path")
     made = Functor(
-        name, forward, arrays, numbers, gradient, origin, reference, torch, seeds, per_row
+        *(name, forward, arrays, numbers, gradient, origin, reference, torch, seeds, per_row),
+        multiple_of,
     )
     check_chain([made])
     return made

@@ -155,6 +155,17 @@ def test_an_option_that_does_not_go_with_a_functor():
         cupynorm.layer_norm(X, 8, fuse=GATE, round_x_hat=True)
 
 
+@pytest.mark.parametrize("name", ["rotary", "rotary_interleaved"])
+def test_rows_whose_columns_make_no_pairs(name):
+    """The last column would read beyond its row."""
+    x = draw(2, 33)
+    expected = (
+        rf"normalized_shape is \(33,\), and functor {name} .*expected a multiple of 2 columns"
+    )
+    with pytest.raises(ValueError, match=expected):
+        cupynorm.rms_norm(x, 33, fuse=getattr(functors, name)(x, x))
+
+
 def test_other_refusals():
     with pytest.raises(TypeError, match="fuse has a str; expected functors with their arrays"):
         cupynorm.layer_norm(X, 8, fuse="x = x;")
