@@ -17,8 +17,7 @@ from .bench import tune_command
 from .check import command as check_command
 from .check.fuzz import command as fuzz_command
 from .gpu import launch, on_cpu
-from .gpu.environment import has_gpu
-from .gpu.nvrtc import MissingLibraryError
+from .gpu.nvrtc import MissingLibraryError, has_gpu
 from .norm import plan_command
 from .plan.devices import Device
 from .table import printable

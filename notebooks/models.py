@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 from cupynorm.bench.documents import DOCUMENT, rewrite_table
 from cupynorm.command_line import Appended, positive, several
-from cupynorm.gpu.environment import environment
+from cupynorm.gpu.nvrtc import environment
 
 BLOCKS = {False: "steps", True: "whole"}  # the markers in the document, without and with --whole
 

@@ -42,6 +42,16 @@ struct Load {
                                        bool) const {}
 };
 
+// x of any column of a row, as it is in memory; for functors.
+template <class X, class C>
+struct OtherX {
+  const X* row_start;
+
+  __device__ __forceinline__ C operator()(long long col) const {
+    return load_element<C>(row_start + col);
+  }
+};
+
 // A pack in a later pass.
 template <int pack_size, class Load>
 __device__ __forceinline__ Pack<typename Load::Held, pack_size> reload(const Load& load,

@@ -29,7 +29,7 @@ from typing import Any
 
 from ..check.cases import NORMS
 from ..gpu import nvrtc
-from ..gpu.environment import environment, has_gpu
+from ..gpu.nvrtc import environment, has_gpu
 from .cells import OURS, Cell
 from .peers import PEERS, fault, missing
 from .report import aligned

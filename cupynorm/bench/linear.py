@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..gpu.environment import environment
+from ..gpu.nvrtc import environment
 from .cells import COPY
 from .contestants import CONTESTANTS, EPS, FORMATS, GEMM, Contestant, Inputs, LinearCell
 from .measure import check_runs, free_memory

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..gpu import launch, nvrtc
-from ..gpu.environment import environment, has_gpu
+from ..gpu.nvrtc import environment, has_gpu
 from ..norm.plans import plan
 from ..plan.devices import Device
 from ..plan.dispatch import Plan

@@ -27,7 +27,7 @@ from ..check.cases import Case, random_problem
 from ..check.cases import Problem as CheckProblem
 from ..check.results import judge_all
 from ..check.run import run_kernels
-from ..gpu import environment, launch, nvrtc
+from ..gpu import launch, nvrtc
 from ..norm import tiles
 from ..plan.candidates import candidates
 from ..plan.devices import Device
@@ -182,7 +182,7 @@ def tune(
     seed = fresh_seed() if seed is None else seed
     tiles.use(None)
     device = launch.current_device()
-    measured = {**environment.environment(), "runs": runs, "command": command}
+    measured = {**nvrtc.environment(), "runs": runs, "command": command}
     tried = {cell: candidates(plan_of(cell, cell.direction).problem, device) for cell in todo}
     kernels = {choice.kernel for choices in tried.values() for choice in choices}
     faults = compile_all(kernels, jobs, progress)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..command_line import Appended, Commands, finite, number, positive, several
 from ..dtypes import DTYPES
-from ..gpu import environment, on_cpu
+from ..gpu import nvrtc, on_cpu
 from ..plan.devices import Device
 from ..table import as_text, printable
 from . import activations, kernels
@@ -190,7 +190,7 @@ def report(findings: Sequence[Finding], checked: str) -> int:
 
 def describe(where: kernels.Machine) -> str:
     """The GPU, the libraries, and where the kernels run."""
-    machine = environment.environment()
+    machine = nvrtc.environment()
     named = (
         ("cupy", "CuPy"),
         ("cuda_runtime", "CUDA runtime"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import decode, encode
-from ..gpu import arrays, environment, nvrtc
+from ..gpu import arrays, nvrtc
 from .placement import place
 
 LIBRARIES = ("numpy", "cupy", "torch")
@@ -42,7 +42,7 @@ class Library:
         self.name = name or ("torch" if self._torch else "numpy")
         if self.name == "cupy":
             nvrtc.cupy()  # without CuPy, the error says what to install
-            if not environment.has_gpu():
+            if not nvrtc.has_gpu():
                 raise ValueError("library is 'cupy', but CuPy finds no GPU; use 'numpy' or 'torch'")
 
     def put(self, values: np.ndarray | None, dtype: str | None, layout: str = "contiguous") -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gpu.source_files import source_files
+from ..gpu.nvrtc import source_files
 
 
 def piece(name: str, first: str, last: str | None = None) -> str:

@@ -17,7 +17,7 @@ from cupynorm.bench.cells import Cell, cells
 from cupynorm.bench.report import BenchResult
 from cupynorm.bench.tensors import tensors_of
 from cupynorm.check.cases import NORMS
-from cupynorm.gpu import environment
+from cupynorm.gpu import nvrtc
 from cupynorm.plan.problem import Tile
 
 
@@ -26,18 +26,18 @@ def test_arguments_are_checked_first():
         measure.bench(runs=0)
     with pytest.raises(ValueError, match="peers has 'nobody'"):
         measure.bench(peers=["nobody"])
-    if not environment.has_gpu():
+    if not nvrtc.has_gpu():
         with pytest.raises(ValueError, match="none was found"):
             measure.bench()
 
 
 def test_environment_lists_the_installed_libraries():
-    found = environment.environment()
+    found = nvrtc.environment()
     assert (
         found["numpy"] == np.__version__ and found["cupynorm"] and found["date"].endswith("+00:00")
     )
     json.dumps(found, allow_nan=False)
-    code = "import sys, cupynorm.gpu.environment; cupynorm.gpu.environment.environment(); "
+    code = "import sys, cupynorm.gpu.nvrtc; cupynorm.gpu.nvrtc.environment(); "
     code += "sys.exit('torch' in sys.modules)"
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", code], env=variables).returncode == 0

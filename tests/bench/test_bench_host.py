@@ -8,7 +8,7 @@ from cupynorm.bench import host as bench_host
 from cupynorm.bench.host import FirstCallResult, HostResult, first_call, host, time_calls
 from cupynorm.bench.tensors import Tensors
 from cupynorm.check.cases import NORMS
-from cupynorm.gpu import environment
+from cupynorm.gpu import nvrtc
 
 
 class Clock:
@@ -104,7 +104,7 @@ def test_modules_are_called_as_models_call_them(norm):
         assert not (x.requires_grad or weight.requires_grad)
 
 
-@pytest.mark.skipif(environment.has_gpu(), reason="there is a GPU")
+@pytest.mark.skipif(nvrtc.has_gpu(), reason="there is a GPU")
 def test_error_without_a_gpu():
     pytest.importorskip("cupy")
     pytest.importorskip("torch")

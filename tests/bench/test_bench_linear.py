@@ -16,7 +16,7 @@ from cupynorm.bench.cells import COPY
 from cupynorm.bench.contestants import CONTESTANTS, GEMM, Contestant, LinearCell
 from cupynorm.bench.linear import LinearMeasurement, LinearResult
 from cupynorm.bench.timer import Timer
-from cupynorm.gpu import environment
+from cupynorm.gpu import nvrtc
 
 torch = pytest.importorskip("torch")
 HERE = (
@@ -227,7 +227,7 @@ def test_refused_arguments():
         ValueError, match="contestants has 'nobody'; expected some of gemm, cupynorm"
     ):
         bench_linear.bench_linear(contestants=["nobody"])
-    if not environment.has_gpu():
+    if not nvrtc.has_gpu():
         with pytest.raises(ValueError, match="none was found"):
             bench_linear.bench_linear()
     assert "transformer_engine.pytorch could not be imported" in (

@@ -15,7 +15,7 @@ from cupynorm.bench.report import read
 from cupynorm.bench.style import GUIDE, look
 from cupynorm.explore import plots
 from cupynorm.explore.sources import piece
-from cupynorm.gpu.source_files import cuda_src
+from cupynorm.gpu.nvrtc import cuda_src
 from cupynorm.svg import COLORS
 
 H200 = Path(__file__).parents[2] / "notebooks" / "h200.json"

@@ -11,7 +11,7 @@ import cupynorm
 from cupynorm.explore.recording import EVENT
 from cupynorm.explore.requests import requests_of, sectors_of, turns_of
 from cupynorm.explore.trace import Trace
-from cupynorm.gpu.source_files import cuda_src
+from cupynorm.gpu.nvrtc import cuda_src
 
 # One for each strategy and path: keywords of trace().
 FORWARD = {

@@ -15,8 +15,7 @@ from nvrtc_here import needs_nvrtc
 
 import cupynorm
 from cupynorm.gpu import nvrtc
-from cupynorm.gpu.nvrtc import Resources, compile_for, source
-from cupynorm.gpu.source_files import cuda_src
+from cupynorm.gpu.nvrtc import Resources, compile_for, cuda_src, source
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose

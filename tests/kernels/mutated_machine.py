@@ -16,8 +16,8 @@ from cupynorm.check.kernels import CpuMachine, uses_welford
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
+from cupynorm.gpu.nvrtc import cuda_src, source_files
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.gpu.source_files import cuda_src, source_files
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(20)
