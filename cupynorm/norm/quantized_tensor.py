@@ -1,7 +1,7 @@
 """QuantizedTensor: what a norm returns in 8 bits; and the same of arrays on the host.
 
 Formats, scales and rounding are those of cupynorm.reference.fp8; the kernels write them by
-cuda_src/elements/float8.cuh and scales.cuh.
+cuda_src/fp8/float8.cuh and scales.cuh.
 """
 
 from __future__ import annotations

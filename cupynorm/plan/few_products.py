@@ -12,7 +12,7 @@ from .problem import Tile, ceil_div
 from .products import Limits, NormLinearProblem, rows_words
 
 SOURCE = "norm_linear_few.cu"
-# The integers of cuda_src/product/weight_units.cuh.
+# The integers of cuda_src/product/norm_linear_few.cu.
 _NUM_WARPS, _PART_COLS = 16, 1024
 _MOST_WEIGHTS = 2**26  # of the default
 MOST_ROWS = 2

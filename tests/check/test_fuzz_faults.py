@@ -31,7 +31,7 @@ class InThisProcess:
 @pytest.mark.slow
 def test_a_fault_in_the_kernels_is_found_and_shown_in_three_lines(tmp_path, monkeypatch, capsys):
     folder = copy_of_sources(tmp_path / "cuda_src")
-    mutate(folder, "mean_rstd.cuh", "+ static_cast<Compute>(eps)", "")
+    mutate(folder, "statistics.cuh", "+ static_cast<Compute>(eps)", "")
     with monkeypatch.context() as patch:
         wrong = CpuMachine(folder=folder)
         patch.setattr(command, "ProcessPoolExecutor", InThisProcess)

@@ -218,7 +218,7 @@ def test_a_tile_may_be_a_dict():
 def test_changed_sources_are_traced():
     """Lanes that take neighbouring packs each, not in turn, need twice the sectors."""
     far_apart = {
-        "register_cols.cuh": [
+        "tile.cuh": [
             ("(pack * tile.threads_per_row + thread)", "(thread * tile.packs_per_thread + pack)")
         ],
         "register_row.cuh": [

@@ -64,12 +64,12 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that never counts its rounds": ("ring.cuh", "++round;", ""),
         "ring copied a pack short": (
-            "ring_shape.cuh",
+            "ring.cuh",
             "return aligned ? bytes :",
             "return aligned ? bytes - 16 :",
         ),
         "ring whose warps all take the first part": (
-            "ring_shape.cuh",
+            "ring.cuh",
             "source / num_warps), source % num_warps",
             "source / num_warps), 0",
         ),
@@ -100,7 +100,7 @@ def ring_mutations() -> dict[str, Mutation]:
             "turn + tile.stages + 1 < turns.count",
         ),
         "ring with garbage beyond the row": (
-            "ring_row.cuh",
+            "forward_ring.cuh",
             "value = in_part(pack) ? value : Compute(0);",
             ";",
         ),
@@ -120,7 +120,7 @@ def ring_mutations() -> dict[str, Mutation]:
             "",
         ),
         "ring that takes dy for x": (
-            "backward_ring_streams.cuh",
+            "backward_ring_inputs.cuh",
             "(of, RingPart<tile, X>::most_bytes)",
             "(of, 0)",
         ),
@@ -168,7 +168,7 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring of a block in which nobody arrives": Mutation("exchange.cuh", arrive, ";", RING),
         "ring whose warps share their weights": Mutation(
-            "ring_parameters.cuh",
+            "backward_ring_inputs.cuh",
             "(smem) + Shape::thread())",
             "(smem) + Shape::thread() % 32)",
             RING,

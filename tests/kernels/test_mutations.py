@@ -55,7 +55,7 @@ MUTATIONS = {
         "reduce.cuh", "__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0x7fffffffu", WARP
     ),
     "packs of a thread that are added up with some left out": Mutation(
-        "sums.cuh",
+        "reduce.cuh",
         "total_of<first + step, 2 * step, count / 2>",
         "total_of<first, 2 * step, count / 2>",
         Case("rms_norm", 9, 64, "float32", strategy="warp", tile=Tile(4, 4, 4, 8, exact=1)),
@@ -89,7 +89,7 @@ MUTATIONS = {
     ),
     "gradient of a pack beyond the row that counts": Mutation(
         "register_gradient.cuh",
-        "present && rows.in_row(pack);\n      Compute weights",
+        "present && in_row(pack);\n      Compute weights",
         "present;\n      Compute weights",
         ODD,
     ),
@@ -103,13 +103,13 @@ MUTATIONS = {
         SHARED_CLUSTER,
     ),
     "one column too many": Mutation(
-        "register_cols.cuh",
+        "tile.cuh",
         "register_col<tile>(pack) < num_cols",
         "register_col<tile>(pack) <= num_cols",
         ODD,
     ),
     "one column too few": Mutation(
-        "register_cols.cuh",
+        "tile.cuh",
         "register_col<tile>(pack) < num_cols",
         "register_col<tile>(pack) < num_cols - 1",
         ODD,
@@ -118,7 +118,7 @@ MUTATIONS = {
         "store.cuh", "y + row * y_stride + col", "y + row * (y_stride - 1) + col", ODD
     ),
     "correction of the mean dropped": Mutation(
-        "mean_rstd.cuh",
+        "statistics.cuh",
         "(value - first) * rstd + shift",
         "(value - first) * rstd",
         BLOCK,
@@ -132,7 +132,7 @@ MUTATIONS = {
         center=1e3,
     ),
     "eps left out": Mutation(
-        "mean_rstd.cuh", "+ static_cast<Compute>(eps)", "", replace(BLOCK, eps=1e-3)
+        "statistics.cuh", "+ static_cast<Compute>(eps)", "", replace(BLOCK, eps=1e-3)
     ),
     "weight applied twice": Mutation(
         "store.cuh",
@@ -156,7 +156,7 @@ MUTATIONS = {
         "parameter_sums.cuh", "warp < num_warps; ++warp", "warp < num_warps - 1; ++warp", UNCACHED
     ),
     "sums of few rows without their barrier": Mutation(
-        "backward_few_row.cuh", "  __syncthreads();\n", "", FEW
+        "backward_few_ring.cuh", "  __syncthreads();\n", "", FEW
     ),
     "few rows whose first columns have no block": Mutation(
         "backward_few.cu",
@@ -226,8 +226,8 @@ MUTATIONS = {
     ),
     "y again of the first columns' biases": Mutation(
         "register_gradient.cuh",
-        "load(rows.col_or_first(pack), biases)",
-        "load(rows.cols.first_col, biases)",
+        "load(col_or_first(pack), biases)",
+        "load(cols.first_col, biases)",
         AGAIN,
     ),
     "y again beyond the row": Mutation(
@@ -252,7 +252,7 @@ MUTATIONS = {
         AGAIN_IN_RING,
     ),
     "a cluster that leaves its last columns out": Mutation(
-        "register_cols.cuh",
+        "tile.cuh",
         "whole.first_col + last * step, whole.last_col)",
         "whole.first_col + last * step, whole.last_col - 2)",
         CLUSTER,

@@ -114,21 +114,21 @@ MUTATIONS = changes(
     r"""
 another largest number | float8.cuh | row
   largest = 448.0f  =>  largest = 240.0f
-a sign that counts | amax.cuh | row
+a sign that counts | scales.cuh | row
   negative & 0x7fffffffu  =>  negative
-positive values that are not compared | amax.cuh | row
+positive values that are not compared | scales.cuh | row
   positive = max(positive, __float_as_int(values[at]));  =>
 no rule for an amax of zero | scales.cuh | block
   if (bits < 1u << 23 || bits >= infinity_bits) return 1.0f;  =>
 scales that are no powers of two | scales.cuh | powers of two
   power_of_two ? scale & infinity_bits : scale  =>  scale
-an amax that is not raised | amax.cuh | given
+an amax that is not raised | scales.cuh | given
   magnitude > __ldcg(amax)  =>  false
-lanes that keep the wrong half | row_scales.cuh | block
+lanes that keep the wrong half | quantized_row.cuh | block
   values[at].add(upper ? others : mine);  =>  values[at].add(mine);
-scales of the wrong lane | row_scales.cuh | block
+scales of the wrong lane | quantized_row.cuh | block
   index / own * holders, lanes)  =>  0, lanes)
-scales in place of their inverses | quantize_scales.cuh | block
+scales in place of their inverses | quantize_store.cuh | block
   part, inverse_of(scale))  =>  part, scale)
 a scale_inv that multiplies | scales.cuh | scale_inv
   divides ? quick_inverse_of(*given) : *given  =>  *given
@@ -142,7 +142,7 @@ a functor that is left out | forward.cuh | functor
   if (present) store.functor.apply  =>  if (false) store.functor.apply
 values that are not scaled | quantize_store.cuh | row
   value *= factor;  =>
-no scale of the tensor | quantize_scales.cuh | tensor
+no scale of the tensor | quantize_store.cuh | tensor
   carried.factor = rule.scale_of(*amax, largest_finite);  =>
 the largest of a lane, not of its warp | forward_ring_scaled.cuh | ring
   warp_reduce<32>(kept_row.scales.largest())  =>  kept_row.scales.largest()

@@ -158,7 +158,7 @@ both warpgroups multiply the rows of the first | product_rows.cuh
    + group * group_bytes  =>
 a stage is given back before all lanes have seen it | product_rows.cuh
       __syncwarp();\n    release  =>      release
-a wrong distance from 8 rows of weight to the next | warpgroup_product.cuh
+a wrong distance from 8 rows of weight to the next | warpgroup.cuh
   stride = row_bytes / 2  =>  stride = row_bytes / 4
 no wait for the last product | product_rows.cuh
   products_wait<0>();  =>

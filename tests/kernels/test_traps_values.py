@@ -206,7 +206,7 @@ def test_t02_wide_constant_rows_with_a_fused_multiply_add(residual, tmp_path):
     """On the CPU, with the multiply-add that a GPU's compiler makes of x_hat."""
     folder = tmp_path / "cuda_src"
     shutil.copytree(cuda_src(), folder)
-    header = folder / "statistics" / "mean_rstd.cuh"
+    header = folder / "statistics" / "statistics.cuh"
     plain, fused = "(value - first) * rstd + shift", "fma(value - first, rstd, shift)"
     assert plain in header.read_text()
     header.write_text(header.read_text().replace(plain, fused))

@@ -181,7 +181,7 @@ SIZES = """
 #include "exchange.cuh"
 #include "forward.cuh"
 #include "ring.cuh"
-#include "ring_parameters.cuh"
+#include "backward_ring_inputs.cuh"
 
 struct Sizes {
   long long* sizes;
