@@ -26,7 +26,7 @@ from time import monotonic
 from ..plan.devices import Device
 from ..plan.dispatch import choose
 from ..plan.instances import Choice, Kernel
-from ..plan.measured_tiles import Key, Row, by_key
+from ..plan.measured import Key, Row, by_key
 from .cells import Cell
 from .measure import plan_of
 from .runners import prepare_ours

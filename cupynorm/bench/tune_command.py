@@ -8,7 +8,7 @@ from pathlib import Path
 from ..check.cases import DIRECTIONS
 from ..command_line import Appended, Commands, check_folders, number, positive, several
 from ..gpu import launch
-from ..plan import measured_tiles
+from ..plan import measured
 from . import confirm, tune, tune_ranges
 from .cells import cells
 from .command import add_tensors, bar, command_of
@@ -54,7 +54,7 @@ def run_device_file(arguments: argparse.Namespace) -> int:
     """Measures a part of a device's data file, and updates the file."""
     path = Path(arguments.device_file)
     check_folders(path)
-    rows = measured_tiles.read_rows(path) if path.exists() else []
+    rows = measured.read_rows(path) if path.exists() else []
     check_runs(arguments.runs)
 
     def compile_ahead(kernels: set) -> object:
@@ -66,11 +66,11 @@ def run_device_file(arguments: argparse.Namespace) -> int:
         kept, num_measured, num_left = confirm.confirm(
             rows, device, **timing, compile_ahead=compile_ahead
         )
-        measured_tiles.write_rows(path, kept)
+        measured.write_rows(path, kept)
         print(f"{num_measured} rows measured, {num_left} of them left out; {path} has the others")
         return 0
     winners, done = tune_ranges.tune_ranges(rows, device, **timing, compile_ahead=compile_ahead)
-    measured_tiles.write_rows(path, tune_ranges.merged(rows, winners, done))
+    measured.write_rows(path, tune_ranges.merged(rows, winners, done))
     faster = f"{len(winners)} of them have a tile 2% or more faster than the model's"
     print(f"{len(done)} ranges measured, {faster}; {path} has them")
     return 0

@@ -23,12 +23,12 @@ from random import Random
 
 from ..dtypes import DTYPES
 from ..gpu import launch
-from ..plan import measured_tiles
+from ..plan import measured
 from ..plan.candidates import candidates
 from ..plan.devices import Device
 from ..plan.dispatch import choose
 from ..plan.instances import Kernel
-from ..plan.measured_tiles import COUNTS, Row
+from ..plan.measured import COUNTS, Row
 from ..plan.problem import DIRECTIONS, NORMS, SCALINGS, Problem, Tile
 from .cells import Cell
 from .measure import free_memory, plan_of
@@ -51,7 +51,7 @@ Measure = Callable[[Cell, Sequence[tuple[str, Tile]]], list[float]]
 class Range:
     """Widths of one class. row: the file's row for them, or None if the model decides."""
 
-    key: measured_tiles.Key
+    key: measured.Key
     from_cols: int
     to_cols: int
     step: int

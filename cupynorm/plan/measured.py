@@ -1,9 +1,9 @@
-"""Tiles that measured faster than the model's, from one data file a device.
+"""Tiles that measured faster than the model's: one data file a device, and the file of use_tiles.
 Pure Python, no GPU needed.
 
 Each row of a file covers a range of widths of one class of problems: direction, norm, dtype and
 kind. The first row that covers a problem gives its tile; packs_per_thread and exact follow from the
-width. `python -m cupynorm tune` writes the file.
+width. `python -m cupynorm tune` writes files; use_tiles reads them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .problem import (
     Problem,
     Tile,
 )
+from .tile_checks import check_tile
 from .tile_model import shaped
 
 # The data files and their devices. An H100 has the multiprocessors of an H200.
@@ -181,6 +182,22 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
             writer.writerow(vars(row) | {"gain": "" if row.gain is None else f"{row.gain:.3f}"})
 
 
+def row_for(
+    problem: Problem, strategy: str, tile: Tile, from_cols: int, to_cols: int, **others: object
+) -> Row:
+    """The row that gives a tile to the class of a problem. others: step (1), gain and date.
+
+    Raises ValueError for a problem of no class.
+    """
+    key = key_of(problem)
+    if key is None:
+        raise ValueError(f"no row covers {problem}")
+    counts = {name: getattr(tile, name) for name in COUNTS}
+    path = tile.of_strategy(strategy).path
+    others = {"step": 1, **others}
+    return Row(*key, path, strategy, from_cols=from_cols, to_cols=to_cols, **counts, **others)
+
+
 def by_key(rows: Iterable[Row]) -> dict[Key, list[Row]]:
     """The rows of each class."""
     rows_of: dict[Key, list[Row]] = {}
@@ -195,12 +212,50 @@ def _rows_of(name: str) -> dict[Key, list[Row]]:
     return by_key(read_rows(Path(__file__).parent / name))
 
 
+@dataclass(frozen=True)
+class _Used:
+    """The rows in use, their devices (None: any), and what plans call them."""
+
+    rows: dict[Key, list[Row]]
+    devices: tuple[Device, ...] | None
+    name: str
+
+
+_used: _Used | None = None
+
+
+def use_rows(
+    rows: Iterable[Row] | None, name: str = "", devices: Iterable[Device] | None = None
+) -> None:
+    """From now on these rows come before those of the devices' files; None removes them.
+
+    devices: those that they are for, None for any. Plans that were made before keep their tiles.
+    """
+    global _used
+    devices = None if devices is None else tuple(devices)
+    _used = None if rows is None else _Used(by_key(rows), devices, name)
+
+
+def tile_in_use(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
+    """(strategy, tile, reason) from the rows of use_rows; None without one that fits."""
+    if _used is None or (_used.devices is not None and device not in _used.devices):
+        return None
+    found = tile_of(_used.rows.get(key_of(problem), ()), problem, device)
+    if found is None:
+        return None
+    try:
+        check_tile(problem, *found, device)
+    except ValueError:  # measured on a GPU that can do more
+        return None
+    return (*found, f"from {_used.name}")
+
+
 def measured_tile(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
     """(strategy, tile, reason) from the device's data file; None if no row covers the problem."""
     for name, devices in FILES.items():
         if device.name in devices and _runs_the_same(device, DEVICES[device.name]):
-            measured = tile_of(_rows_of(name).get(key_of(problem), ()), problem, device)
-            return measured and (*measured, f"measured, in {name}")
+            found = tile_of(_rows_of(name).get(key_of(problem), ()), problem, device)
+            return found and (*found, f"measured, in {name}")
     return None
 
 

@@ -9,10 +9,10 @@ import pytest
 
 import cupynorm
 from cupynorm.norm.plans import plan
-from cupynorm.plan import measured_tiles
+from cupynorm.plan import measured
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
-from cupynorm.plan.measured_tiles import (
+from cupynorm.plan.measured import (
     FILES,
     class_of,
     key_of,
@@ -27,7 +27,7 @@ FOLDER = Path(cupynorm.__file__).parent / "plan"
 E4M3 = "float8_e4m3fn"
 
 
-def problem_of(row: measured_tiles.Row, norm: str, dtype: str, num_cols: int) -> Problem:
+def problem_of(row: measured.Row, norm: str, dtype: str, num_cols: int) -> Problem:
     """A problem of a row's class, as large as possible: with all parameters."""
     first, _, *words = row.kind.split()
     size = 2 if dtype in ("bfloat16", "float16") else 4
@@ -64,7 +64,7 @@ def problem_of(row: measured_tiles.Row, norm: str, dtype: str, num_cols: int) ->
     )
 
 
-def widths_of(row: measured_tiles.Row) -> list[int]:
+def widths_of(row: measured.Row) -> list[int]:
     """Widths of a row's class at its ends and between them."""
     size = 2 if row.dtype.split("|")[0] in ("bfloat16", "float16") else 4
     step = max(row.step, int(row.kind.split()[0]) // size)
@@ -98,7 +98,7 @@ def test_rows_are_ranges_and_no_single_widths(name):
 def test_every_row_decides_something(name):
     """Each row is the first that holds one of its widths."""
     rows = read_rows(FOLDER / name)
-    by_key = measured_tiles.by_key(rows)
+    by_key = measured.by_key(rows)
     for row in rows:
         size = 2 if row.dtype.split("|")[0] in ("bfloat16", "float16") else 4
         step = max(row.step, int(row.kind.split()[0]) // size)
