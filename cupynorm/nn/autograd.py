@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ..norm import route
 from ..norm.cache import repeated
@@ -32,6 +31,7 @@ from .modes import (
     run_untraced,
     wants_gradient,
 )
+from .private import forward_ad
 from .repeated import remember
 
 # Called by these names in each call: an attribute of a module takes longer.

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ..norm.checks import check_forward
@@ -25,6 +24,7 @@ from ..plan.problem import cols_of_scale
 from . import modes
 from . import quantization as of_torch
 from .dtypes import arithmetic
+from .private import forward_ad
 
 
 def takes(*tensors: object) -> bool:
