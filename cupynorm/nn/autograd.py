@@ -31,7 +31,7 @@ from .modes import (
     run_untraced,
     wants_gradient,
 )
-from .private import forward_ad
+from .private import is_forward_mode
 from .repeated import remember
 
 # Called by these names in each call: an attribute of a module takes longer.
@@ -85,7 +85,7 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
     if (
         is_compiling()
         or has_functorch_transforms()
-        or forward_ad._current_level >= 0
+        or is_forward_mode()
         or is_faked()
         or is_jit_traced()
     ):

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from types import NoneType
 
 import torch
+from torch.autograd import forward_ad
 
 from . import private
-from .private import forward_ad
+from .private import is_forward_mode
 
 # Classes of arguments that no subclass intercepts, and of what kernels read in place: not torch's
 # wrappers (DTensor, FakeTensor), which have no address.
@@ -30,7 +31,7 @@ _MODES = private.DispatchModeKey
 
 def is_transformed() -> bool:
     """Whether torch.func transforms the call, or forward mode runs."""
-    return has_functorch_transforms() or forward_ad._current_level >= 0
+    return has_functorch_transforms() or is_forward_mode()
 
 
 def is_recorded() -> bool:
@@ -74,7 +75,7 @@ def wants_gradient(*tensors: object) -> bool:
 
 def have_tangents(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether forward mode differentiates any of them. A transform of torch.func does not count."""
-    if forward_ad._current_level < 0:
+    if not is_forward_mode():
         return False
     return any(
         each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors

@@ -17,8 +17,6 @@ from torch.autograd import forward_ad
 
 from ..gpu.nvrtc import MissingLibraryError
 
-__all__ = ["forward_ad"]  # for _current_level: torch has no other way to ask for forward mode
-
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 if _VERSION < (2, 8):  # every call on tensors imports this module
     raise MissingLibraryError(
@@ -43,6 +41,12 @@ is_mapped = torch._C._functorch.is_legacy_batchedtensor
 present_tracer = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # torch.is_autocast_enabled asks for one kind of device.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+def is_forward_mode() -> bool:
+    """Whether a dual_level of torch.autograd.forward_ad, or torch.func.jvp, is open."""
+    return forward_ad._current_level >= 0
+
 
 # Host time of a call.
 

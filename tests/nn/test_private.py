@@ -52,7 +52,7 @@ def test_what_torch_does_with_a_call():
             private.jit_tracing_state() is not None,
             private.num_dispatch_modes() > 0,
             private.has_functorch_transforms(),
-            private.forward_ad._current_level >= 0,
+            private.is_forward_mode(),
             bool(private.present_tracer()),
             private.is_any_autocast_enabled(),
             private.is_exporting(),
