@@ -14,9 +14,8 @@ import torch
 
 from ..norm.cache import keep
 from ..norm.on_gpu import OnGpu
+from .private import TensorGuards
 
-# Private; torch.compile checks with it whether compiled code fits its arguments.
-_TensorGuards = torch._C._dynamo.guards.TensorGuards
 _address = torch.Tensor.data_ptr
 
 
@@ -32,7 +31,7 @@ class Repeated:
             prepared.run_in_place,
             prepared.results,
         )
-        self._are_same = _TensorGuards(
+        self._are_same = TensorGuards(
             *self._read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
 
