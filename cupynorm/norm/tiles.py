@@ -25,7 +25,7 @@ from ..plan.instances import Kernel
 from ..plan.measured_tiles import FILES
 from ..plan.problem import Layout, Problem, Tile
 from ..plan.tile_checks import check_tile
-from .cache import forget
+from .prepared import forget
 
 # Modules that decide a tile.
 _DECIDING = (
