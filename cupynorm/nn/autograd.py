@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ..norm import calls
 from ..norm.calls import DIFFERENTIABLE, FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
@@ -41,6 +40,7 @@ from .modes import (
     run_untraced,
     wants_gradient,
 )
+from .private import is_forward_mode
 from .repeated import remember
 
 # Called by these names in each call: an attribute of a module takes longer.
@@ -149,7 +149,7 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
     if (
         is_compiling()
         or has_functorch_transforms()
-        or forward_ad._current_level >= 0
+        or is_forward_mode()
         or is_faked()
         or is_jit_traced()
     ):

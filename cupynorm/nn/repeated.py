@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from ..norm.prepared import Prepared, keep
+from .private import TensorGuards
 
-# Private; torch.compile checks with it whether compiled code fits its arguments.
-_TensorGuards = torch._C._dynamo.guards.TensorGuards
 _address = torch.Tensor.data_ptr
 
 
@@ -27,7 +26,7 @@ class Repeated:
     def __init__(self, prepared: Any, launches: Prepared, operands: tuple) -> None:
         self.prepared = prepared
         self._read, self._run = launches.read, launches.run_in_place
-        self._are_same = _TensorGuards(
+        self._are_same = TensorGuards(
             *self._read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
 
