@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+from .. import functional
 from ..check.cases import NORMS
 from ..dtypes import EIGHT_BITS, compute_dtype
-from ..norm import api
-from ..norm.eight_bits import Quantize
+from ..norm.request import Quantize
 from ..plan.problem import cols_of_scale
 from .cells import EPS, EXTRAS, OURS, Cell
 from .tensors import Tensors
@@ -63,8 +63,8 @@ def call_of_ours(cell: Cell, tensors: Tensors) -> Callable[..., Any]:
         options["zero_centered_weight"] = True
     x, shape, weight = tensors.x, (cell.num_cols,), tensors.weight
     if cell.norm == "layer_norm":
-        return partial(api.layer_norm, x, shape, weight, tensors.bias, EPS, **options)
-    return partial(api.rms_norm, x, shape, weight, EPS, **options)
+        return partial(functional.layer_norm, x, shape, weight, tensors.bias, EPS, **options)
+    return partial(functional.rms_norm, x, shape, weight, EPS, **options)
 
 
 def _torch(cell: Cell, tensors: Tensors) -> Callable:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ..norm import api
-from ..norm import backward as backwards
-from ..norm.launch_choice import Launch
-from ..norm.quantized_tensor import QuantizedTensor
-from ..norm.results import Backward, Forward
+from .. import functional
+from ..norm.quantized import QuantizedTensor
+from ..norm.request import Backward, Forward, Launch
 from ..plan.problem import Tile
 from ..plan.strategies import STRATEGIES
 from .cells import EPS, OURS, Cell
@@ -127,8 +125,8 @@ def prepare_ours(cell: Cell, tensors: Tensors, **chosen: Any) -> Runner:
         return _forward_alone(cell, tensors, **options)
     centered = cell.norm == "layer_norm"
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
-    run_forward = api.layer_norm_forward if centered else api.rms_norm_forward
-    run_backward = backwards.layer_norm_backward if centered else backwards.rms_norm_backward
+    run_forward = functional.layer_norm_forward if centered else functional.rms_norm_forward
+    run_backward = functional.layer_norm_backward if centered else functional.rms_norm_backward
     zero_centered = {"zero_centered_weight": True} if cell.zero_centered else {}
     x, residual, weight = tensors.x, tensors.residual, tensors.weight
     forward_options = {"residual": residual, "out_dtype": cell.out_dtype, "out": tensors.y}

@@ -22,10 +22,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import compute_dtype, decode, encode
-from ..norm.arguments import backward_call, forward_call
-from ..norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors, summed
-from ..norm.launch_choice import Launch
-from ..norm.request import BackwardOptions, ForwardOptions
+from ..norm.arguments import (
+    PlacedArray,
+    PlacedFunctor,
+    PlacedFunctors,
+    backward_call,
+    forward_call,
+    summed,
+)
+from ..norm.request import BackwardOptions, ForwardOptions, Launch
 from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
 from .allowed import Expected, expect, half_ulp

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ..norm.checks import check_eps
-from ..norm.options import dtype_name, names_what_was_removed
+from ..norm.checks import check_eps, dtype_name, names_what_was_removed
 from ..plan.functors import BoundFunctor, Functor
 from ..plan.problem import NormName
 from ..plan.strategies import StatisticsName, StrategyName

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import compute_dtype, decode
-from ..norm.launch_choice import Launch
-from ..norm.quantized_tensor import scale_memory, scale_shape, unpacked
-from ..norm.request import Quantization
+from ..norm.quantized import scale_memory, scale_shape, unpacked
+from ..norm.request import Launch, Quantization
 from ..plan.dispatch import Plan
 from ..plan.problem import cols_of_scale
 from ..reference import fp8

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from . import private
 from .dtypes import arithmetic, outside_autocast
 from .recipes import BLOCK_SIZE

@@ -16,8 +16,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..gpu.arrays import type_in_words
-from ..norm.launch_choice import Launch, Margins
-from ..norm.options import extents_of
+from ..norm.checks import extents_of
+from ..norm.request import Launch, Margins
 from ..table import as_html, as_text
 from . import private
 from .modules import LayerNorm, Norm, RMSNorm

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ... import functional
 from ...dtypes import DTYPES, decode
 from ...gpu import arrays, nvrtc
 from ...gpu.arrays import CuPyLibrary
-from ...norm import api
-from ...norm import backward as backwards
-from ...norm.launch_choice import Launch
+from ...norm.request import Launch
 from ..cases import Problem
 from ..kernels import CpuMachine, Machine
 from ..placement import Placed
@@ -175,7 +174,9 @@ class _PublicCall:
         """By layer_norm_forward and layer_norm_backward, or those of rms_norm."""
         case, operands = self.case, self.operands
         options = self._forward_options() | {"out": operands["out"]}
-        forward = api.layer_norm_forward if self.is_layer_norm else api.rms_norm_forward
+        forward = (
+            functional.layer_norm_forward if self.is_layer_norm else functional.rms_norm_forward
+        )
         options |= {"weight": operands["weight"], "bias": operands["bias"], "eps": case.eps}
         made = forward(operands["x"], case.num_cols, **options)
         results = {name: getattr(made, name) for name in ("y", "mean", "rstd")}
@@ -199,7 +200,7 @@ class _PublicCall:
             options |= {"dx_dtype": case.x, "dresidual_dtype": case.added}
         statistics = (made.mean, made.rstd) if self.is_layer_norm else (made.rstd,)
         backward = (
-            backwards.layer_norm_backward if self.is_layer_norm else backwards.rms_norm_backward
+            functional.layer_norm_backward if self.is_layer_norm else functional.rms_norm_backward
         )
         rows = operands["dy"], made.sum, case.num_cols, *statistics
         found = backward(*rows, operands["weight"], **options)
@@ -216,9 +217,9 @@ class _PublicCall:
         }
         options = self._forward_options() | leaves | {"return_residual": True}
         x, weight, bias = options.pop("x"), options.pop("weight", None), options.pop("bias", None)
-        norm = api.layer_norm
+        norm = functional.layer_norm
         if not self.is_layer_norm:
-            norm, options["bias"] = api.rms_norm, bias
+            norm, options["bias"] = functional.rms_norm, bias
         affine = (weight, bias) if self.is_layer_norm else (weight,)
         made = norm(x, (case.num_cols,), *affine, eps=case.eps, **options)
         results = dict(zip(("y", "sum"), made))

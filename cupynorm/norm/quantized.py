@@ -1,4 +1,4 @@
-"""QuantizedTensor: what a norm returns in 8 bits; and the same of arrays on the host.
+"""8 bits: what a norm returns, and matrices on a GPU with their scales, sums and magnitudes.
 
 Formats, scales and rounding are those of cupynorm.reference.fp8; the kernels write them by
 cuda_src/elements/float8.cuh and scales.cuh.
@@ -8,16 +8,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..gpu import arrays, nvrtc
+from ..dtypes import compute_dtype
+from ..gpu import arrays, launch, nvrtc
+from ..gpu.arrays import Rows
+from ..plan.devices import Device
+from ..plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
 from ..plan.problem import ceil_div, cols_of_scale
 from ..reference import fp8
 from ..svg import COLORS, Picture
 from ..table import pairs_as_html
-from .options import dtype_name
+from .arguments import (
+    Address,
+    Call,
+    Layouts,
+    RowsByName,
+    Words,
+    dtype_of,
+    layout_of,
+    layouts_of,
+    row_words,
+    rows_of,
+    scale_rule_words,
+)
+from .checks import dtype_name
+from .prepared import Prepared, fill, keep, matrices, reader
 from .request import Array, ForwardOperands, Quantization
 
 
@@ -190,9 +208,6 @@ def unpacked(packed: Array) -> Array:
     return stack(bits, -1).reshape(*packed.shape[:-1], 4 * packed.shape[-1]).view(np.float32)
 
 
-# Arrays on the host.
-
-
 def quantize_on_host(
     quantization: Quantization, operands: ForwardOperands, y: np.ndarray, extents: tuple[int, ...]
 ) -> QuantizedTensor:
@@ -288,3 +303,253 @@ def _of_library(raw: np.ndarray, name: str | None, like: Array) -> Array:
     torch = sys.modules["torch"]
     tensor = torch.from_numpy(raw)
     return tensor.view(getattr(torch, name)) if name else tensor
+
+
+# Matrices on a GPU.
+
+
+class OfNorm(NamedTuple):
+    """A norm whose y is quantised in place of the matrix itself, and its statistics."""
+
+    centered: bool
+    weight: Array | None
+    bias: Array | None
+    zero_centered: bool
+    mean: Array | None
+    rstd: Array
+
+
+class QuantizedMatrix(NamedTuple):
+    """data: [num_rows, num_cols]. transposed: [num_cols, num_rows]. sums: over rows, [num_cols].
+
+    None: not wanted.
+    """
+
+    data: Array | None
+    scale_inv: Array | None
+    transposed: Array | None
+    sums: Array | None = None
+
+
+def quantize(
+    x: Array,
+    dtype: str,
+    scale: Array | None = None,
+    amax: Array | None = None,
+    *,
+    wants_data: bool = True,
+    transpose: bool = False,
+    of_norm: OfNorm | None = None,
+    sums: str | None = None,
+    rule: tuple[float, bool] | None = None,
+) -> QuantizedMatrix:
+    """A matrix on a GPU in 8-bit floats, read once; one of 8-bit floats is only transposed.
+
+    x: [num_rows, num_cols]; the device of a CuPy array is the current one. dtype: the 8-bit one by
+    name. scale: one float32, None: 1.
+    amax: one float32, raised to the largest |x|. of_norm: quantise that norm's y of x.
+    sums: the dtype of sums of x over rows, which are computed in float32 (float64 for float64), in
+    a fixed order, and rounded once.
+    rule: (smallest_amax, power_of_two): the scale is that of amax, x's own, which is read.
+    """
+    library = arrays.library(x)
+    of_key, centered, zero_centered = None, None, False
+    norm: tuple[Array | None, ...] = (None,) * 4
+    if of_norm is not None:
+        centered, zero_centered = of_norm.centered, of_norm.zero_centered
+        norm = of_norm.weight, of_norm.bias, of_norm.mean, of_norm.rstd
+        of_key = *map(library.layout_key, norm), centered, zero_centered
+    operands = _Operands(x, *norm, scale, amax)
+    key = (library.layout_key(x), dtype, of_key, wants_data, transpose, sums, rule)
+    # amax may be written to, so it is never copied. It is one element that we made.
+    key += None if scale is None else library.layout_key(scale), amax is None
+    prepared = matrices.get(key)
+    if prepared is None:
+        options = QuantizeOptions(dtype, centered, zero_centered, sums, rule)
+        prepared = _prepare(operands, options, wants_data, transpose)
+        keep(matrices, key, prepared)
+    quantized = QuantizedMatrix(*prepared.run(operands))
+    if not prepared.steps:
+        fill((quantized.scale_inv,), 1.0 if scale is None else 1.0 / scale)
+    return quantized
+
+
+class _Operands(NamedTuple):
+    x: Array
+    weight: Array | None
+    bias: Array | None
+    mean: Array | None
+    rstd: Array | None
+    scale: Array | None
+    amax: Array | None
+
+
+def _prepare(
+    operands: _Operands, options: QuantizeOptions, wants_data: bool, transpose: bool
+) -> Prepared:
+    x, dtype = operands.x, options.dtype
+    rows, copied = rows_of(x, 1)
+    is_scaled = rows.dtype not in (dtype, "uint8")
+    if not is_scaled:
+        rows = rows._replace(dtype=dtype)
+    names = ("weight", "bias", "mean", "rstd", "scale")
+    layouts = {"x": (rows, copied), **layouts_of(operands, names, (), 1)}
+    outputs = {
+        "data": ((rows.num_rows, rows.num_cols), dtype if wants_data else None),
+        "scale_inv": ((1,), "float32" if is_scaled else None),
+        "transposed": ((rows.num_cols, rows.num_rows), dtype if transpose else None),
+        "sums": ((rows.num_cols,), options.sums),
+    }
+    call = None
+    if rows.num_rows and rows.num_cols:
+        of_plan = [name for name in ("x", "weight", "bias") if name in layouts]
+        call = quantize_call({name: layouts[name][0] for name in of_plan}, options)
+    return _prepared_matrix(operands, layouts, outputs, call)
+
+
+def _prepared_matrix(
+    operands: _Operands,
+    layouts: Layouts,
+    outputs: dict[str, tuple[tuple[int, ...], str | None]],
+    call: Call | None,
+    *,
+    zeroed: bool = False,
+) -> Prepared:
+    """outputs: shapes and dtypes; None for what is not wanted.
+
+    zeroed: outputs are 0 before the launch. call: None if there is nothing to compute: they stay 0.
+    """
+    names = [name for name, array in zip(operands._fields, operands) if array is not None]
+    copied = {name: name in layouts and layouts[name][1] for name in names}
+    made = {name: (shape, dtype) for name, (shape, dtype) in outputs.items() if dtype}
+    fills = dict.fromkeys(made, 0) if zeroed or call is None else None
+    if call is not None and call.partials_shape:
+        made["partials"] = call.partials_shape, compute_dtype(layouts["x"][0].dtype).name
+    read = reader(operands._fields, names)
+    return Prepared(operands.x, read, copied, made, call, tuple(outputs), fills=fills)
+
+
+class QuantizeOptions(NamedTuple):
+    """How a matrix, or a norm's y of it, becomes 8-bit floats of a dtype.
+
+    centered: None for the matrix itself, else whether its norm is layer_norm. sums: the dtype of
+    sums of x over rows, or None.
+    rule: (smallest_amax, power_of_two) where the scale comes from a known amax, None where it is
+    given.
+    """
+
+    dtype: str
+    centered: bool | None = None
+    zero_centered: bool = False
+    sums: str | None = None
+    rule: tuple[float, bool] | None = None
+
+
+def quantize_call(tensors: RowsByName, options: QuantizeOptions) -> Call:
+    """tensors: x, weight, bias. x of the 8-bit dtype itself is only transposed."""
+    x = tensors["x"]
+    launches = quantize_launch(
+        x.num_rows,
+        x.num_cols,
+        x.dtype,
+        options.dtype,
+        layout_of(x.num_cols, tensors).pack_limit,
+        centered=options.centered,
+        weight=dtype_of(tensors, "weight"),
+        bias=dtype_of(tensors, "bias"),
+        zero_centered=options.zero_centered,
+        sums=options.sums,
+        scaling="tensor" if options.rule else "given",
+    )
+    words = [*row_words(tensors, "x")]
+    if x.dtype != options.dtype:
+        smallest_amax, power_of_two = options.rule or (0.0, False)
+        how = Quantization(options.dtype, power_of_two=power_of_two, smallest_amax=smallest_amax)
+        rule = scale_rule_words(how)
+        words += [Address("scale"), Address("scale_inv"), Address("amax"), *rule]
+    if options.centered is not None:
+        words += [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
+    words += [Address("data"), x.num_cols, Address("transposed"), x.num_rows, x.num_cols]
+    arguments, partials_shape = [[*words, Address("partials")]], None
+    if options.sums:
+        partials_shape = (-(-x.num_rows // 128), x.num_cols)  # one row for each 128 rows
+        arguments.append(sum_words(partials_shape))
+    return Call(launches, tuple(arguments), None, partials_shape)
+
+
+def sum_words(partials_shape: tuple[int, int]) -> Words:
+    """struct Parameters of backward_parameters.cu, of one kind of sums."""
+    num_cols = partials_shape[1]
+    return [0, Address("partials"), num_cols, 0, Address("sums"), *partials_shape]
+
+
+def update_scales(
+    scale: Array, history: Array, largest: Array, factor: float, *, most_recent: bool
+) -> None:
+    """The end of a step of delayed scaling, in place, by one launch: what cupynorm.nn.fp8.updated
+    gives.
+
+    scale, largest: [num_tensors]; history: [num_steps, num_tensors]; all float32, contiguous, on a
+    GPU. factor: what largest is multiplied by. most_recent: this step's amax counts, and not the
+    largest of all steps.
+    """
+    view = arrays.view(history)
+    key = ("update_scales", view.device, *view.shape)
+    kernel = matrices.get(key)
+    if kernel is None:
+        kernel = launch.load(update_scales_launch(view.shape[1]), view.device)
+        keep(matrices, key, kernel)
+    library = arrays.library(history)(view.device)
+    former = library.exchange_device(view.device)
+    try:
+        pointers = (library.address(each) for each in (scale, history, largest))
+        with np.errstate(over="ignore"):  # beyond float32, as the scales are then
+            factor = float(np.float32(factor))
+        kernel.enqueue(library.stream(), (*pointers, factor, int(most_recent), *view.shape))
+    finally:
+        if former != view.device:
+            library.exchange_device(former)
+
+
+def sum_rows(x: Array, dtype: str) -> Array:
+    """[num_cols]: sums over the rows of x [num_rows, num_cols], of a dtype by name.
+
+    They are computed in float32 (float64 for float64), in a fixed order, and rounded once.
+    """
+    return _prepared(x, dtype).run((x,))
+
+
+def amax(x: Array) -> Array:
+    """[1], float32: the largest |x| of a matrix; NaN if there is one, 0 of nothing."""
+    return _prepared(x, None).run((x,))
+
+
+def _prepared(x: Array, sums: str | None) -> Prepared:
+    key = ("reduce_matrix", arrays.library(x).layout_key(x), sums)
+    prepared = matrices.get(key)
+    if prepared is None:
+        rows, copied = rows_of(x, 1)
+        call = None
+        if rows.num_rows and rows.num_cols:
+            call = reduce_matrix_call(launch.device(arrays.view(x).device), rows, sums)
+        outputs = {"sums": ((rows.num_cols,), sums)} if sums else {"amax": ((1,), "float32")}
+        layouts = {"x": (rows, copied)}
+        # The kernel raises amax, and writes sums.
+        operands = _Operands(x, *(None,) * 6)
+        prepared = _prepared_matrix(operands, layouts, outputs, call, zeroed=sums is None)
+        keep(matrices, key, prepared)
+    return prepared
+
+
+def reduce_matrix_call(device: Device, x: Rows, sums: str | None) -> Call:
+    """A reading of a matrix for its largest magnitude, or for sums over its rows, of dtype sums."""
+    limit = layout_of(x.num_cols, {"x": x}).pack_limit
+    launches, num_slabs, rows_of_slab = reduce_matrix_launch(
+        device, x.num_rows, x.num_cols, x.dtype, limit, sums
+    )
+    words = [*row_words({"x": x}, "x"), x.num_rows, x.num_cols, rows_of_slab]
+    arguments, partials_shape = [[*words, Address("partials"), Address("amax")]], None
+    if sums:
+        partials_shape = (num_slabs, x.num_cols)
+        arguments.append(sum_words(partials_shape))
+    return Call(launches, tuple(arguments), None, partials_shape)
