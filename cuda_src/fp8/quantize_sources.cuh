@@ -10,8 +10,8 @@
 //   most_in_flight                     packs that a thread fetches before it converts the first
 #pragma once
 #include "load.cuh"
-#include "mean_rstd.cuh"
 #include "quantize_store.cuh"
+#include "statistics.cuh"
 
 // value * factor, rounded once, also for a value below 2^-126, which the compiler would flush. Only
 // a factor of at least 2^100 makes such a value more than zero in 8 bits.

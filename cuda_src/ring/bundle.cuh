@@ -7,7 +7,7 @@
 // over them, and whole units of 16 bytes go back to memory. Rows of 16-bit elements that fill no
 // tile of registers well gain too, because whole lines move.
 #pragma once
-#include "ring_shape.cuh"
+#include "ring.cuh"
 
 // How the lanes of a warp share a bundle. A group of lanes shares a row. Groups of 8 lanes or more
 // have a part of the bundle each. The image of a part has banks of its own in shared memory: rows

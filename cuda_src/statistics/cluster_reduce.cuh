@@ -1,7 +1,7 @@
 // cluster_reduce.cuh -- all-reduce over the threads of a cluster that share a row
 #pragma once
-#include "cluster.cuh"
 #include "reduce.cuh"
+#include "threads.cuh"
 
 // Each block writes its value to the shared memory of all its peers. Two buffers alternate, as
 // in BlockReduce.
