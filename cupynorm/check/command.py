@@ -17,7 +17,7 @@ from ..gpu import environment, on_cpu
 from ..plan.devices import Device
 from ..table import as_text, printable
 from . import activations, kernels
-from .callables import Callables, imported
+from .check_function import Callables, imported
 from .cases import DIRECTIONS, NORMS
 from .entries import (
     Entry,
@@ -28,7 +28,7 @@ from .entries import (
     random_entries,
     trap_entries,
 )
-from .gradient_check import check, check_callables, check_kernels
+from .check import check, check_callables, check_kernels
 from .libraries import LIBRARIES
 from .results import CheckResult, Finding, worst_of
 from .trials import Trial

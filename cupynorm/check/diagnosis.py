@@ -22,7 +22,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
 from . import fitted_gradients, fitted_outputs, places
-from .allowed import half_ulp
+from .bounds import half_ulp
 from .cases import Problem
 from .judged import SHARE, Candidate, Judged, best_of, of_line, pattern_of, rest_of
 from .mistakes import Rows, candidates, cut_to, of_statistics, rearrangements, round_to

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import compute_dtype
-from .allowed import half_ulp
+from .bounds import half_ulp
 
 SHARE = 0.95  # of elements that a mistake must explain
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, decode, encode
 from ..reference.layer_norm import scale
-from .allowed import half_ulp
+from .bounds import half_ulp
 from .cases import Problem
 
 Named = tuple[str, np.ndarray]

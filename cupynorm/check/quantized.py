@@ -17,7 +17,7 @@ from ..norm.request import Quantization
 from ..plan.dispatch import Plan
 from ..plan.problem import cols_of_scale
 from ..reference import fp8
-from .allowed import expect
+from .bounds import expect
 from .cases import Case, Problem
 from .kernels import Machine
 from .results import Finding, judge_against
@@ -155,11 +155,11 @@ def judge_bytes(case: Case, how: How, got: dict, plain: dict) -> list[Finding]:
 def judge_values(
     problem: Problem, how: How, got: dict, *, rounded_mean: bool = False
 ) -> list[Finding]:
-    """got is what one of the rows that allowed.py allows is quantised to.
+    """got is what one of the rows that bounds.py allows is quantised to.
 
     Rounding is monotonic. So y lies between what the least and the largest allowed value are
     quantised to with the scale that the call returned, and so do the scales. rounded_mean: as for
-    allowed.expect.
+    bounds.expect.
     """
     case = problem.case
     compute = compute_dtype(case.sum)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
 from ..table import as_text
-from .allowed import Expected, expect
+from .bounds import Expected, expect
 from .cases import Case, Problem
 from .diagnosis import Diagnosis, diagnose
 from .judged import Judged

@@ -50,7 +50,7 @@ class Trial(NamedTuple):
     ) -> list[Finding]:
         """A finding for each tensor, with a diagnosis if it is off.
 
-        rounded_mean: as for allowed.expect.
+        rounded_mean: as for bounds.expect.
         """
         if self.tensors is not None:
             results = {name: results[name] for name in results if name in self.tensors}

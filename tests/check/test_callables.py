@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.callables import bind
+from cupynorm.check.check_function import bind
 from cupynorm.check.libraries import Library
 from cupynorm.check.placement import LAYOUTS
 
