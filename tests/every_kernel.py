@@ -36,7 +36,7 @@ from every_quantized import NUM_FEW, few_multiprocessors, long_quantized, quanti
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
-from cupynorm.check.quantized import How, judge_values, run_8_bits
+from quantized_calls import How, judge_values, run_8_bits
 from cupynorm.check.results import CheckResult, Finding, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES

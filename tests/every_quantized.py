@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupynorm.check import quantized
+import quantized_calls as quantized
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.quantized import How
+from quantized_calls import How
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES

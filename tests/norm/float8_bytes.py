@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.quantized import How, expected
+from quantized_calls import How, expected
 from cupynorm.dtypes import compute_dtype
 from cupynorm.gpu import arrays
 from cupynorm.norm import cache

@@ -10,7 +10,7 @@ from cupynorm.reference import fp8
 
 import cupynorm
 from cupynorm import Launch, Quantize, functors
-from cupynorm.check.quantized import How, expected
+from quantized_calls import How, expected
 from cupynorm.dtypes import FLOAT8S
 
 torch = pytest.importorskip("torch")

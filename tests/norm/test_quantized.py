@@ -12,7 +12,7 @@ import pytest
 
 import cupynorm
 from cupynorm import Launch
-from cupynorm.check.quantized import How, expected
+from quantized_calls import How, expected
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.norm import cache
 from cupynorm.plan.devices import DEVICES as GPUS
