@@ -9,19 +9,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from cupynorm.reference import fp8
 
+from cupynorm.check.bounds import expect
+from cupynorm.check.cases import Case, Problem
+from cupynorm.check.kernels import Machine
+from cupynorm.check.results import Finding, judge_against
+from cupynorm.check.run import Tensors, run_forward, tensors_of
 from cupynorm.dtypes import compute_dtype, decode
 from cupynorm.norm.launch_choice import Launch
 from cupynorm.norm.quantized_tensor import scale_memory, scale_shape, unpacked
 from cupynorm.norm.request import Quantization
 from cupynorm.plan.dispatch import Plan
 from cupynorm.plan.problem import cols_of_scale
-from cupynorm.reference import fp8
-from cupynorm.check.bounds import expect
-from cupynorm.check.cases import Case, Problem
-from cupynorm.check.kernels import Machine
-from cupynorm.check.results import Finding, judge_against
-from cupynorm.check.run import Tensors, run_forward, tensors_of
 
 GIVEN_SCALE = 20.0
 _SMALLEST = 2.0**-149  # of float32: what a scale_inv below 2^-126 is rounded to

@@ -15,8 +15,8 @@ from ..plan.problem import NormName
 from ..plan.strategies import StatisticsName, StrategyName
 from . import check_functor as functor_check
 from . import kernels
-from .check_function import Callables, without_exit
 from .cases import NORMS, Case, given_problem, random_problem
+from .check_function import Callables, without_exit
 from .results import CheckResult
 from .run import run_kernels
 from .traps import trap_trials

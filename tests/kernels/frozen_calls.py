@@ -19,11 +19,11 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+from quantized_calls import How, run_8_bits
 
 from cupynorm import functors
 from cupynorm.check.cases import Case, Problem
 from cupynorm.check.kernels import CpuMachine
-from quantized_calls import How, run_8_bits
 from cupynorm.check.run import launch_kernels, run_backward, run_forward, tensors_of
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors
