@@ -15,7 +15,7 @@ from cupynorm.check.bounds import expect
 from cupynorm.check.cases import Case, Problem
 from cupynorm.check.kernels import Machine
 from cupynorm.check.results import Finding, judge_against
-from cupynorm.check.run import Tensors, run_forward, tensors_of
+from cupynorm.check.run import Tensors, run_forward
 from cupynorm.dtypes import compute_dtype, decode
 from cupynorm.norm.launch_choice import Launch
 from cupynorm.norm.quantized_tensor import scale_memory, scale_shape, unpacked
@@ -82,7 +82,7 @@ def launch_8_bits(
 ) -> tuple[Tensors, Plan]:
     """As run_8_bits, without waiting for outputs."""
     case = problem.case
-    tensors = tensors_of(where, layouts)
+    tensors = Tensors(where, layouts)
     leading = (case.num_rows,)
     shape, dtype = scale_memory(how.quantization, leading, case.num_cols)
     tensors.write("scale_inv", np.full(shape, 2**32 - 1, np.uint32).view(dtype))
@@ -107,7 +107,7 @@ def run_quantized(
     """
     case = problem.case
     outputs, plan = run_8_bits(problem, how, where, layouts)
-    plain = tensors_of(where, layouts)
+    plain = Tensors(where, layouts)
     options = Launch(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
     run_forward(problem, plain, options, y_dtype=compute_dtype(case.sum).name)
     return outputs, plain.raw()

@@ -36,7 +36,7 @@ TENSORS_OF_ROWS = ("y", "mean", "rstd", "dx")  # tensors with a value or row for
 class Trial(NamedTuple):
     """One run: a problem, and what is special about it.
 
-    name: of that, in few words. layouts: of inputs by name, from placement.LAYOUTS, or
+    name: of that, in few words. layouts: of inputs by name, from run.LAYOUTS, or
     "three dimensions". tensors: those that are judged, None for all.
     """
 

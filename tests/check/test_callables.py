@@ -10,7 +10,7 @@ import pytest
 import cupynorm
 from cupynorm.check.check_function import bind
 from cupynorm.check.libraries import Library
-from cupynorm.check.placement import LAYOUTS
+from cupynorm.check.run import LAYOUTS
 
 torch = pytest.importorskip("torch")
 SHAPE = [(16, 48)]
