@@ -30,8 +30,7 @@ from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
 from .bounds import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
-from .diagnosis import UNKNOWN, Diagnosis, described
-from .judged import Candidate, Judged, best_of
+from .diagnosis import UNKNOWN, Candidate, Diagnosis, Judged, best_of, described
 from .kernels import Machine, uses_welford
 from .results import Finding, dtype_of, judge
 from .run import Tensors

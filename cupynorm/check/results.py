@@ -12,8 +12,7 @@ from ..dtypes import DTYPES, compute_dtype
 from ..table import as_text
 from .bounds import Expected, expect
 from .cases import Case, Problem
-from .diagnosis import Diagnosis, diagnose
-from .judged import Judged
+from .diagnosis import Diagnosis, Judged, diagnose
 
 Diagnose = Callable[[Judged], Diagnosis]
 

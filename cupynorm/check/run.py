@@ -135,9 +135,7 @@ class Tensors:
         self._kept[name] = (array, placed, dtype, kind)
         is_matrix = len(shape) == 2
         row_stride = placed.strides[0] if placed and is_matrix else shape[-1]
-        self.rows[name] = Rows(
-            pointer, shape[0] if is_matrix else 1, shape[-1], row_stride, dtype
-        )
+        self.rows[name] = Rows(pointer, shape[0] if is_matrix else 1, shape[-1], row_stride, dtype)
 
     def put(self, name: str, values: np.ndarray | None, dtype: str | None) -> None:
         """An input, if it is there."""
