@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..check.allowed import Expected, expect
+from ..check.bounds import Expected, expect
 from ..check.cases import Case, Problem
 from ..check.results import judge
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype, decode

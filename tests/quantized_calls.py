@@ -9,18 +9,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from cupynorm.reference import fp8
 
-from ..dtypes import compute_dtype, decode
-from ..norm.quantized import scale_memory, scale_shape, unpacked
-from ..norm.request import Launch, Quantization
-from ..plan.dispatch import Plan
-from ..plan.problem import cols_of_scale
-from ..reference import fp8
-from .allowed import expect
-from .cases import Case, Problem
-from .kernels import Machine
-from .results import Finding, judge_against
-from .run import Tensors, run_forward, tensors_of
+from cupynorm.check.bounds import expect
+from cupynorm.check.cases import Case, Problem
+from cupynorm.check.kernels import Machine
+from cupynorm.check.results import Finding, judge_against
+from cupynorm.check.run import Tensors, run_forward
+from cupynorm.dtypes import compute_dtype, decode
+from cupynorm.norm.quantized import scale_memory, scale_shape, unpacked
+from cupynorm.norm.request import Launch, Quantization
+from cupynorm.plan.dispatch import Plan
+from cupynorm.plan.problem import cols_of_scale
 
 GIVEN_SCALE = 20.0
 _SMALLEST = 2.0**-149  # of float32: what a scale_inv below 2^-126 is rounded to
@@ -81,7 +81,7 @@ def launch_8_bits(
 ) -> tuple[Tensors, Plan]:
     """As run_8_bits, without waiting for outputs."""
     case = problem.case
-    tensors = tensors_of(where, layouts)
+    tensors = Tensors(where, layouts)
     leading = (case.num_rows,)
     shape, dtype = scale_memory(how.quantization, leading, case.num_cols)
     tensors.write("scale_inv", np.full(shape, 2**32 - 1, np.uint32).view(dtype))
@@ -106,7 +106,7 @@ def run_quantized(
     """
     case = problem.case
     outputs, plan = run_8_bits(problem, how, where, layouts)
-    plain = tensors_of(where, layouts)
+    plain = Tensors(where, layouts)
     options = Launch(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
     run_forward(problem, plain, options, y_dtype=compute_dtype(case.sum).name)
     return outputs, plain.raw()
@@ -154,11 +154,11 @@ def judge_bytes(case: Case, how: How, got: dict, plain: dict) -> list[Finding]:
 def judge_values(
     problem: Problem, how: How, got: dict, *, rounded_mean: bool = False
 ) -> list[Finding]:
-    """got is what one of the rows that allowed.py allows is quantised to.
+    """got is what one of the rows that bounds.py allows is quantised to.
 
     Rounding is monotonic. So y lies between what the least and the largest allowed value are
     quantised to with the scale that the call returned, and so do the scales. rounded_mean: as for
-    allowed.expect.
+    bounds.expect.
     """
     case = problem.case
     compute = compute_dtype(case.sum)

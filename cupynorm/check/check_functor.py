@@ -2,7 +2,7 @@
 
 Derivatives of the reference are central differences in float64, column by column, so the functor's
 own backward lines are judged too. With F the reference, J its Jacobian within a row, b the error
-that allowed.py allows of what F is applied to, and u the rounding error of the arithmetic:
+that bounds.py allows of what F is applied to, and u the rounding error of the arithmetic:
 
     F(v)          |J| b + 8u * (|v| + |F| + |J| |v| + |dF/da| |a| for each array a) + h
     J^T g         |J^T| (error of g) + |J^T g at v + b, v - b, less at v|
@@ -33,10 +33,9 @@ from ..norm.arguments import (
 from ..norm.request import BackwardOptions, ForwardOptions, Launch
 from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
-from .allowed import Expected, expect, half_ulp
+from .bounds import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
-from .diagnosis import UNKNOWN, Diagnosis, described
-from .judged import Candidate, Judged, best_of
+from .diagnosis import UNKNOWN, Candidate, Diagnosis, Judged, best_of, described
 from .kernels import Machine, uses_welford
 from .results import Finding, dtype_of, judge
 from .run import Tensors

@@ -12,10 +12,10 @@ from ..norm.checks import check_eps, dtype_name, names_what_was_removed
 from ..plan.functors import BoundFunctor, Functor
 from ..plan.problem import NormName
 from ..plan.strategies import StatisticsName, StrategyName
-from . import functors as functor_check
+from . import check_functor as functor_check
 from . import kernels
-from .callables import Callables, without_exit
 from .cases import NORMS, Case, given_problem, random_problem
+from .check_function import Callables, without_exit
 from .results import CheckResult
 from .run import run_kernels
 from .traps import trap_trials
@@ -53,7 +53,7 @@ def check(
     """Compare y, mean, rstd, dx, dweight and dbias with float64, element by element.
 
     Errors are in units of what the dtypes allow: above 1 is off. The formulas are in the docstring
-    of cupynorm.check.allowed.
+    of cupynorm.check.bounds.
 
     Examples:
         >>> result = cupynorm.check(function=torch.nn.functional.layer_norm, shapes=[(4, 64)])
@@ -81,7 +81,7 @@ def check(
     backward: backward(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias), without mean for
         RMSNorm. mean and rstd are right ones, in float32, or float64 for float64.
     x, y, dy and dx are [num_rows, num_cols]; mean and rstd are [num_rows]. Parameters of these
-    names may be left out or in another order: see cupynorm.check.callables.
+    names may be left out or in another order: see cupynorm.check.check_function.
 
     Your own functor is checked in the kernels: y, and every gradient if it has backward lines.
 

@@ -182,7 +182,7 @@ class Callables:
     ) -> dict[str, np.ndarray]:
         """The results by name, as float64.
 
-        layouts: of x and dy by name, from placement.LAYOUTS, or "three dimensions".
+        layouts: of x and dy by name, from run.LAYOUTS, or "three dimensions".
 
         Raises ValueError for a result that is None, detached, of a wrong shape or too long, and for
         a function that changes its inputs or calls sys.exit.
