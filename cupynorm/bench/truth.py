@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..check.allowed import Expected, expect
+from ..check.bounds import Expected, expect
 from ..check.cases import Case, Problem
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..plan.problem import cols_of_scale
