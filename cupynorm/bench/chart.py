@@ -77,7 +77,7 @@ def chart(result: BenchResult, path: Path) -> None:
         each for title, each in panels if title.partition(",")[2] == panels[0][0].partition(",")[2]
     ]
     with rc_context(STYLE | {"font.size": 13, "axes.titlesize": 13, "legend.fontsize": 12}):
-        figure = Figure(figsize=(7, 3.4 * len(family) + 0.8), layout="constrained")
+        figure = Figure(figsize=(7, 2.8 * len(family) + 0.8), layout="constrained")
         drawn: dict[str, Any] = {}
         for at, measurements in enumerate(family):
             axes = figure.add_subplot(len(family), 1, at + 1)
