@@ -11,7 +11,7 @@ from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.check import check_callables
 from cupynorm.check.check_function import Callables
 from cupynorm.check.command import shapes
-from cupynorm.check.trials import Trial
+from cupynorm.check.traps import Trial
 from cupynorm.command_line import argparse
 
 MODULE = """

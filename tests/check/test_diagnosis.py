@@ -26,7 +26,7 @@ from cupynorm.check.cases import Case
 from cupynorm.check.diagnosis import pattern_of
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.run import run_kernels
-from cupynorm.check.trials import Trial, default_problem
+from cupynorm.check.traps import Trial, default_problem
 from cupynorm.explore.changes import changed_sources
 from cupynorm.gpu import on_cpu
 

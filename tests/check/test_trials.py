@@ -9,7 +9,7 @@ import cupynorm
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.libraries import Library
 from cupynorm.check.results import CheckResult, judge_all
-from cupynorm.check.trials import default_trials
+from cupynorm.check.traps import default_trials
 from cupynorm.dtypes import DTYPES
 
 torch = pytest.importorskip("torch")
