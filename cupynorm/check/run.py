@@ -168,6 +168,8 @@ def run_backward(
     operands |= tensors.some("dsum", "dy", "weight", "dx", "dweight", "dbias", "dresidual")
     if has_sum and any(each.functor.reads_argument for each in functors.load):
         operands |= tensors.some(input="x")
+    if functors.store:
+        operands |= tensors.some("bias")
     if case.recompute:
         tensors.make("recomputed", shape, case.dtype("y"))
         operands |= tensors.some("bias", y="recomputed")
