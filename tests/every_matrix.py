@@ -13,8 +13,7 @@ from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.check.results import Finding, judge
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
-from cupynorm.norm.quantize import QuantizeOptions, quantize_call
-from cupynorm.norm.reduce_matrix import reduce_matrix_call
+from cupynorm.norm.quantized import QuantizeOptions, quantize_call, reduce_matrix_call
 from cupynorm.plan.matrices import update_scales_launch
 
 

@@ -16,9 +16,8 @@ from cupynorm.check.kernels import Machine
 from cupynorm.check.results import Finding, judge_against
 from cupynorm.check.run import Tensors, run_forward
 from cupynorm.dtypes import compute_dtype, decode
-from cupynorm.norm.launch_choice import Launch
-from cupynorm.norm.quantized_tensor import scale_memory, scale_shape, unpacked
-from cupynorm.norm.request import Quantization
+from cupynorm.norm.quantized import scale_memory, scale_shape, unpacked
+from cupynorm.norm.request import Launch, Quantization
 from cupynorm.plan.dispatch import Plan
 from cupynorm.plan.problem import cols_of_scale
 

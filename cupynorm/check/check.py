@@ -8,9 +8,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ..norm.checks import check_eps
-from ..norm.launch_choice import Launch, checked_launch
-from ..norm.options import dtype_name
+from ..norm.checks import check_eps, dtype_name
+from ..norm.request import Launch, checked_launch
 from ..plan.problem import NormName
 from . import kernels
 from .cases import NORMS, Case, given_problem, random_problem

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import compute_dtype, decode, encode
+from ..norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors, summed
 from ..norm.checks import check_eps
-from ..norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors, summed
-from ..norm.launch_choice import Launch, of_backward
+from ..norm.request import Launch, of_backward
 from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
 from ..plan.problem import NormName

@@ -9,10 +9,8 @@ import numpy as np
 
 from ..dtypes import compute_dtype, decode, encode
 from ..gpu.arrays import Rows
-from ..norm.arguments import Call, backward_call, forward_call
-from ..norm.functors import NO_FUNCTORS, PlacedFunctors
-from ..norm.launch_choice import Launch, of_backward
-from ..norm.request import BackwardOptions, ForwardOptions, Quantization
+from ..norm.arguments import NO_FUNCTORS, Call, PlacedFunctors, backward_call, forward_call
+from ..norm.request import BackwardOptions, ForwardOptions, Launch, Quantization, of_backward
 from ..plan.dispatch import Plan
 from .cases import Problem
 from .kernels import Machine

@@ -25,8 +25,8 @@ from ..dtypes import decode, encode
 from ..gpu import nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..gpu.source_files import source_files
-from ..norm.launch_choice import tile_of
 from ..norm.plans import full_name, plan
+from ..norm.request import tile_of
 from ..plan.devices import DEVICES
 from ..plan.dispatch import Plan
 from ..plan.instances import Launch

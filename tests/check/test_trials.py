@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cupynorm.check.libraries import Library
 
 import cupynorm
 from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.libraries import Library
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.check.traps import default_trials
 from cupynorm.dtypes import DTYPES

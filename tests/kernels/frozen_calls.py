@@ -26,8 +26,8 @@ from cupynorm.check.cases import Case, Problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.run import Tensors, launch_kernels, run_backward, run_forward
 from cupynorm.dtypes import DTYPES, decode, encode
-from cupynorm.norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors
-from cupynorm.norm.launch_choice import Launch, of_backward
+from cupynorm.norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors
+from cupynorm.norm.request import Launch, of_backward
 from cupynorm.plan.devices import DEVICES
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_bits.csv"

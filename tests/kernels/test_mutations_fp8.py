@@ -17,7 +17,7 @@ from cupynorm.check import kernels as check_kernels
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.norm import cache
+from cupynorm.norm import prepared
 from cupynorm.plan.devices import DEVICES
 
 torch = pytest.importorskip("torch")
@@ -202,11 +202,11 @@ def with_sources(kernels, monkeypatch):
             return on_cpu.kernel(*names, functors=kernel.functors, folder=folder)
 
         monkeypatch.setattr(check_kernels, "cpu_kernel", compiled)
-        cache.forget()
+        prepared.forget()
         try:
             check()
         finally:
-            cache.forget()
+            prepared.forget()
 
     return run
 
@@ -236,7 +236,7 @@ import sys
 sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}
 import numpy as np
 from cupynorm.gpu.arrays import Rows
-from cupynorm.norm.quantize import QuantizeOptions, quantize_call
+from cupynorm.norm.quantized import QuantizeOptions, quantize_call
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult
 from every_matrix import (
