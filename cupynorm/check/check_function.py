@@ -102,9 +102,7 @@ def check_function(
     label = {"function": function}
     if isinstance(function, (tuple, list)):
         if len(function) != 2:
-            raise ValueError(
-                f"function has {len(function)} functions; expected (forward, backward)"
-            )
+            raise ValueError(f"function has {len(function)} values; expected (forward, backward)")
         label = dict(zip(("forward", "backward"), function))
     if not any(each is not None for each in label.values()):
         raise ValueError("function is None; expected a function, or a pair (forward, backward)")

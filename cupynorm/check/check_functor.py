@@ -341,7 +341,9 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
         applied = applied._replace(gradients=tuple(gradients))
         functors = PlacedFunctors(**{functor.role: (applied,)})
         plans["backward"] = run_backward(problem, tensors, of_backward(launch), functors)
-    results = {name.removeprefix(f"{label}."): each for name, each in tensors.results().items()}
+    made, results = tensors.results(), {}
+    for name in sorted(made, key=lambda name: name.startswith(f"{label}.")):
+        results[name.removeprefix(f"{label}.")] = made[name]  # an array may be called bias, too
     for name, values in functor_problem.arrays.items():
         if f"d{name}" in results:
             results[f"d{name}"] = summed(results[f"d{name}"], values.shape)

@@ -95,7 +95,7 @@ def test_a_file_of_torch_is_read_exactly(tmp_path, suffix, dtype):
         saved = {"layer": {"x": x, "eps": 1e-6}, "list": [x.t(), torch.nn.Parameter(x[0])]}
         torch.save(saved, path)
     else:
-        tensors = {"layer/x": x, "layer/eps": torch.tensor(1e-6).double(), "list/1": x[0]}
+        tensors = {"layer/x": x, "layer/eps": torch.tensor(1e-6).double(), "list/1": x[0].clone()}
         safetensors = pytest.importorskip("safetensors.torch")
         safetensors.save_file(tensors | {"list/0": x.t().contiguous()}, path)
     found = {each.name: each for each in read(path)}
