@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from . import functors as functors
     from . import reference as reference
     from .check.check import check as check
+    from .check.check_function import check_function as check_function
+    from .check.check_functor import check_functor as check_functor
     from .check.results import CheckResult as CheckResult
     from .explore.experiment import Experiment as Experiment
     from .explore.experiment import experiment as experiment
@@ -80,6 +82,8 @@ _WITHOUT_TORCH = {
     "plan.problem": "Tile",
     "plan.strategies": "STRATEGIES",
     "check.check": "check",
+    "check.check_function": "check_function",
+    "check.check_functor": "check_functor",
     "check.results": "CheckResult",
     "explore.experiment": "experiment Experiment",
     "explore.explain": "explain Explanation",

@@ -389,7 +389,7 @@ def test_the_functor_of_the_documents_runs(capsys):
     assert "all within what their dtypes allow" in capsys.readouterr().out
     swapped = "; ".join(reversed(gated.backward.rstrip(";").split("; "))) + ";"
     wrong = dataclasses.replace(gated, backward=swapped)
-    (found,) = cupynorm.check(fuse=wrong(gate="cols", alpha=0.5), on="cpu").diagnoses
+    (found,) = cupynorm.check_functor(wrong(gate="cols", alpha=0.5), on="cpu").diagnoses
     assert found in " ".join(FUNCTORS.split())
 
 

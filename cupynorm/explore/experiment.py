@@ -20,7 +20,7 @@ from ..check.check import check_seed
 from ..check.kernels import Machine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels
-from ..check.trials import Trial, default_problem
+from ..check.traps import Trial, default_problem
 from ..dtypes import decode, encode
 from ..gpu import nvrtc
 from ..gpu.on_cpu import OnCpuError

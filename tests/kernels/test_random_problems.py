@@ -70,7 +70,7 @@ def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int, 
             continue
         judged += 1
         result.findings += judge_all(problem, results, rounded_mean=welford)
-    assert result.ok, result.summary()
+    assert result.ok, result
 
 
 @pytest.mark.parametrize("drawn", [draw, draw_fused])

@@ -49,7 +49,7 @@ def test_shipped_functors(name, on):
     functor = getattr(functors, name)
     norm = "layer_norm" if len(name) % 2 else "rms_norm"
     given = functor(**arrays) if arrays else functor
-    result = cupynorm.check(fuse=given, norm=norm, shapes=[(3, 40)], on=on)
+    result = cupynorm.check_functor(given, norm=norm, shapes=[(3, 40)], on=on)
     assert result.ok, f"\n{result}"
     tensors = {found.tensor for found in result.findings}
     names = functor.arrays if isinstance(functor, cupynorm.Functor) else ()
@@ -72,26 +72,26 @@ def test_seeds_and_arrays_per_row():
         reference=shifted,
     )
     for given in (own, own("rows", 2**40 + 3)):
-        result = cupynorm.check(fuse=given, shapes=[(3, 16)], on="cpu")
+        result = cupynorm.check_functor(given, shapes=[(3, 16)], on="cpu")
         assert result.ok, f"\n{result}"
     wrong = replace(own, reference=lambda x, s, seed: shifted(x, s, seed + 1))
     assert "mean" in off(wrong)
     with pytest.raises(
         ValueError, match="shifted.s is 'cols'; expected one of rows, or a function"
     ):
-        cupynorm.check(fuse=own("cols", 3), on="cpu")
+        cupynorm.check_functor(own("cols", 3), on="cpu")
 
 
 def test_a_result_that_overflows_its_dtype_is_right():
     functor = cupynorm.functor("large", "y = y * C(1e5);", reference=lambda y: y * 1e5)
-    result = cupynorm.check(fuse=functor, shapes=[(3, 8)], dtypes=["float16"], on="cpu")
+    result = cupynorm.check_functor(functor, shapes=[(3, 8)], dtypes=["float16"], on="cpu")
     assert any(np.isinf(found.got) for found in result.findings) or result.ok
     assert result.ok, f"\n{result}"
 
 
 def off(functor):
     """The tensors that are off, and why."""
-    result = cupynorm.check(fuse=functor, shapes=[(3, 8)], on="cpu")
+    result = cupynorm.check_functor(functor, shapes=[(3, 8)], on="cpu")
     return {found.tensor: found.diagnosis.cause for found in result.findings if not found.ok}
 
 
@@ -145,44 +145,41 @@ NUMBER = cupynorm.functor(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("functor", "sentence"),
     [
         (
-            {"fuse": replace(functors.silu_gate, reference=None)},
+            replace(functors.silu_gate, reference=None),
             "silu_gate has no reference; expected a Python function",
         ),
-        ({"fuse": NUMBER}, r'numbers b; expected it .* as number\(a="full", b=0.5\)'),
+        (NUMBER, r'numbers b; expected it .* as number\(a="full", b=0.5\)'),
         (
-            {"fuse": NUMBER(a="columns", b=1)},
+            NUMBER(a="columns", b=1),
             "number.a is 'columns'; expected one of full, cols, rows, one, or a function",
         ),
-        ({"fuse": functors.layer_scale(scale=np.ones(8))}, "layer_scale.scale is of type ndarray"),
+        (functors.layer_scale(scale=np.ones(8)), "layer_scale.scale is of type ndarray"),
         (
-            {"fuse": functors.layer_scale(scale=lambda num_rows, num_cols: np.ones(3))},
-            r"has shape \(3,\); expected \(5, 96\), or 1",
+            functors.layer_scale(scale=lambda num_rows, num_cols: np.ones(3)),
+            r"has shape \(3,\); expected \(3, 16\), or 1",
         ),
-        ({"fuse": functors.silu_gate, "traps": True}, "fuse is given together with traps"),
-        ({"fuse": functors.silu_gate, "forward": len}, "fuse is given together with forward"),
-        ({"fuse": functors.silu_gate, "input": np.ones((2, 8))}, "together with input"),
-        ({"fuse": functors.silu_gate, "shapes": [(64, 768)]}, "shapes has 64 x 768; a functor"),
+        (3, "a int is no functor; expected one of cupynorm.functor"),
+        ("y = 2 * y;", "a str is no functor; expected one of cupynorm.functor"),
+        (None, "a NoneType is no functor"),
     ],
 )
-def test_refusals(arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        cupynorm.check(**arguments, on="cpu")
+def test_refusals(functor, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        cupynorm.check_functor(functor, shapes=[(3, 16)], on="cpu")
 
 
-def test_what_is_no_functor_is_refused():
-    for nothing in (3, None):
-        with pytest.raises(TypeError, match=f"fuse has a {type(nothing).__name__}; expected func"):
-            cupynorm.check(fuse=nothing)
-    with pytest.raises(TypeError, match="fuse has a str; expected functors"):
-        cupynorm.check(fuse="y = 2 * y;", on="cpu")
+def test_a_shape_whose_derivatives_take_too_much_memory_is_refused():
+    with pytest.raises(ValueError, match="shapes has 64 x 768; a functor is differentiated"):
+        cupynorm.check_functor(functors.silu_gate, shapes=[(64, 768)], on="cpu")
 
 
 def test_a_number_without_backward_in_each_strategy():
-    given = NUMBER(a="rows", b=0.5)
-    strategies = ["warp", "uncached"]
-    result = cupynorm.check(fuse=given, shapes=[(3, 16)], strategies=strategies, on="cpu")
-    assert result.ok and [found.tensor for found in result.findings] == ["y", "rstd", "mean"] * 2
+    launch = [cupynorm.Launch("warp"), cupynorm.Launch("uncached")]
+    options = {"shapes": [(3, 16)], "launch": launch, "on": "cpu"}
+    result = cupynorm.check_functor(NUMBER(a="rows", b=0.5), **options)
+    assert result.ok and [found.tensor for found in result.findings] == ["y", "mean", "rstd"] * 2
     assert "uncached" in result.findings[-1].case
+    assert result.not_covered == ["gradients: the functor has no backward lines", "a GPU"]

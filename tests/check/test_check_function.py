@@ -1,4 +1,4 @@
-"""cupynorm.check of a user's own functions: their parameters, libraries, results and errors."""
+"""cupynorm.check_function: parameters, libraries, results and errors of a user's functions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.check_function import bind
-from cupynorm.check.libraries import Library
-from cupynorm.check.run import LAYOUTS
+from cupynorm.check.check_function import LAYOUTS, Library, bind
 
 torch = pytest.importorskip("torch")
 SHAPE = [(16, 48)]
@@ -66,25 +64,20 @@ def test_right_functions_of_any_library_pass(library, dtype):
     if dtype == "bfloat16" and library != "torch":
         pytest.importorskip("ml_dtypes")
     options = {"library": library, "shapes": SHAPE, "dtypes": [dtype]}
-    result = cupynorm.check(forward=forward, backward=backward, **options)
+    result = cupynorm.check_function((forward, backward), **options)
     assert result.ok, result
     assert {found.tensor for found in result.findings} == {
         "y", "mean", "rstd", "dx", "dweight", "dbias",
     }  # fmt: skip
-    result = cupynorm.check(forward=rms_forward, backward=rms_backward, norm="rms_norm", **options)
+    result = cupynorm.check_function((rms_forward, rms_backward), norm="rms_norm", **options)
     assert result.ok, result
     assert {found.tensor for found in result.findings} == {"y", "rstd", "dx", "dweight"}
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_the_explicit_functions_of_this_library_pass(norm):
-    made = cupynorm.check(
-        forward=getattr(cupynorm, f"{norm}_forward"),
-        backward=getattr(cupynorm, f"{norm}_backward"),
-        norm=norm,
-        shapes=SHAPE,
-        library="numpy",
-    )
+    pair = [getattr(cupynorm, f"{norm}_{way}") for way in ("forward", "backward")]
+    made = cupynorm.check_function(pair, norm=norm, shapes=SHAPE, library="numpy")
     assert made.ok and len({found.tensor for found in made.findings}) == 5 + (norm == "layer_norm")
 
 
@@ -92,27 +85,27 @@ def test_results_that_negate_their_memory_have_their_values():
     def negated(x, weight, bias):
         return torch._neg_view(-torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias))
 
-    assert cupynorm.check(function=negated, shapes=SHAPE, dtypes=["float64", "float32"]).ok
+    assert cupynorm.check_function(negated, shapes=SHAPE, dtypes=["float64", "float32"]).ok
 
 
 def test_functions_of_fewer_parameters_are_checked_without_weight_or_bias():
     functional = torch.nn.functional
-    assert cupynorm.check(function=functional.rms_norm, norm="rms_norm", shapes=SHAPE).ok
+    assert cupynorm.check_function(functional.rms_norm, norm="rms_norm", shapes=SHAPE).ok
     for function, tensors in (
         (lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-5), {"y", "dx"}),
         (lambda x, weight: functional.layer_norm(x, x.shape[-1:], weight), {"y", "dx", "dweight"}),
         (torch.layer_norm, {"y", "dx", "dweight", "dbias"}),  # built in, without a signature
         (lambda *all: functional.layer_norm(*all), {"y", "dx", "dweight", "dbias"}),
     ):
-        result = cupynorm.check(function=function, shapes=SHAPE)
+        result = cupynorm.check_function(function, shapes=SHAPE)
         assert result.ok and {found.tensor for found in result.findings} == tensors
 
 
 def test_one_direction_alone_is_checked():
-    assert {found.tensor for found in cupynorm.check(forward=forward, shapes=SHAPE).findings} == {
-        "y", "mean", "rstd",
-    }  # fmt: skip
-    only_dx = cupynorm.check(backward=lambda *given: backward(*given[:5])[0], shapes=SHAPE)
+    one = cupynorm.check_function((forward, None), shapes=SHAPE)
+    assert {found.tensor for found in one.findings} == {"y", "mean", "rstd"}
+    assert one.not_covered[0] == "backward"
+    only_dx = cupynorm.check_function((None, lambda *given: backward(*given[:5])[0]), shapes=SHAPE)
     assert only_dx.ok and {found.tensor for found in only_dx.findings} == {"dx"}
 
 
@@ -149,50 +142,78 @@ def test_layouts_have_the_values_and_strides_that_they_name(library, layout):
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "function, message",
     [
-        ({"function": lambda x: None}, "function returned None; expected y, a torch tensor"),
-        ({"function": lambda x: x.detach()}, "function returned a tensor that is detached"),
-        ({"function": lambda x: "y"}, "function returned a str; expected y"),
-        (
-            {"function": lambda x, w, weight: x * 1},
-            "function returned a y that does not depend on weight in autograd's graph",
-        ),
-        ({"forward": lambda x: None}, r"forward returned None; expected y, or \(y, mean, rstd\)"),
-        ({"forward": lambda x: (x, x)}, r"forward returned 2 values; expected y, or \(y, mean"),
-        ({"forward": lambda x: {"out": x}}, "forward returned fields out; expected y"),
-        ({"forward": lambda x: x[:, :5]}, r"forward returned y of shape \(16, 5\) for x of shape"),
-        ({"forward": lambda x: x.T}, "forward returned y of shape .* it is transposed"),
-        ({"backward": lambda dy: None}, r"backward returned None; expected dx, or \(dx, dweight"),
-        (
-            {"backward": lambda dy, x: (dy, x.sum(1))},
-            r"backward returned dweight of shape \(16,\).* one value for each column",
-        ),
-        ({"backward": lambda dy: (dy,) * 4}, "backward returned 4 values; expected dx, or"),
-        (
-            {"function": lambda x: sys.exit()},
-            "function called sys.exit, so nothing is checked",
-        ),
-        (
-            {"forward": lambda x: sys.exit(0)},
-            "forward called sys.exit, so nothing is checked",
-        ),
-        ({"backward": lambda dy: [None] * 3}, "backward returned nothing but None; expected dx"),
-        ({"forward": 3}, "forward is of type int; expected a callable"),
-        ({"forward": forward, "library": "jax"}, "library is 'jax'; expected 'numpy', 'cupy'"),
-        (
-            {"function": forward, "backward": backward},
-            "function is given together with forward or backward; expected function alone",
-        ),
-        (
-            {"input": np.ones((2, 4)), "bias": np.ones(4), "forward": lambda x, weight: x},
-            "bias is given; expected None: your function has no parameter for it",
-        ),
+        (lambda x: None, "function returned None; expected y, a torch tensor"),
+        (lambda x: x.detach(), "function returned a tensor that is detached"),
+        (lambda x: "y", "function returned a str; expected y"),
+        (lambda x, w, weight: x * 1, "function returned a y that does not depend on weight in"),
+        (lambda x: sys.exit(), "function called sys.exit, so nothing is checked"),
+        ((lambda x: sys.exit(0), None), "forward called sys.exit, so nothing is checked"),
+        ((lambda x: None, None), r"forward returned None; expected y, or \(y, mean, rstd\)"),
+        ((lambda x: "y", None), "forward returned no array: y is a str; expected a CuPy"),
+        ((lambda x: (x, x), None), r"forward returned 2 values; expected y, or \(y, mean"),
+        ((lambda x: {"out": x}, None), "forward returned fields out; expected y"),
+        ((lambda x: x[:, :5], None), r"forward returned y of shape \(16, 5\) for x of shape"),
+        ((lambda x: x.T, None), "forward returned y of shape .* it is transposed"),
+        ((None, lambda dy: None), r"backward returned None; expected dx, or \(dx, dweight"),
+        ((None, lambda dy, x: (dy, x.sum(1))), r"dweight of shape \(16,\).* for each column"),
+        ((None, lambda dy: (dy,) * 4), "backward returned 4 values; expected dx, or"),
+        ((None, lambda dy: [None] * 3), "backward returned nothing but None; expected dx"),
+        ((3, None), "forward is of type int; expected a callable"),
+        ((forward, None, None), r"function has 3 values; expected \(forward, backward\)"),
+        (None, "function is None; expected a function, or a pair"),
     ],
 )
-def test_wrong_functions_are_one_sentence(given, message):
+def test_wrong_functions_are_one_sentence(function, message):
     with pytest.raises(ValueError, match=message):
-        cupynorm.check(**{"shapes": SHAPE, **given})
+        cupynorm.check_function(function, library="torch", shapes=SHAPE)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"library": "jax"}, "library is 'jax'; expected 'numpy', 'cupy'"),
+        (
+            {"inputs": (np.ones((2, 4)), None, np.ones(4))},
+            "bias is given; expected None: your function has no parameter for it",
+        ),
+        ({"inputs": (np.ones((2, 4)),), "traps": True}, "traps is given together with inputs"),
+        ({"norm": "batch_norm"}, "norm is 'batch_norm'; expected layer_norm or rms_norm"),
+        ({"seed": -1}, "seed is -1; expected an int of 0 or more"),
+    ],
+)
+def test_wrong_options_are_one_sentence(options, message):
+    with pytest.raises(ValueError, match=message):
+        cupynorm.check_function((lambda x, weight: x, None), **options)
+
+
+def test_your_own_arrays_decide_the_library():
+    def named(x, weight):
+        seen.append(type(x).__module__.partition(".")[0])
+        return forward(x, weight, 0 * weight, 1e-5)[0]
+
+    seen = []
+    for inputs in ((np.ones((2, 4)), np.ones(4)), (torch.ones(2, 4), torch.ones(4))):
+        result = cupynorm.check_function((named, None), inputs)
+        assert result.ok and "2 x 4" in result.checked
+    assert seen == ["numpy", "torch"]
+
+
+def test_a_function_that_is_right_with_numpy_is_not_accused():
+    """x.var is the biased variance of NumPy's arrays, and the unbiased one of torch's tensors."""
+
+    def by_var(x, weight, bias, eps):
+        x_hat = (x - x.mean(1, keepdims=True)) / (x.var(1, keepdims=True) + eps) ** 0.5
+        return x_hat * weight + bias
+
+    for given in (by_var, (by_var, None)):
+        result = cupynorm.check_function(given, shapes=SHAPE)
+        assert result.ok and "on NumPy arrays" in result.checked
+        assert result.not_covered[0].startswith("torch tensors, with which it is off: y of ")
+    wrong = cupynorm.check_function((by_var, None), shapes=SHAPE, library="torch")
+    assert "the variance is divided by num_cols - 1" in wrong.diagnoses[0]
+    assert "tensors of torch" in wrong.checked
 
 
 def test_a_backward_of_autograd_that_ends_the_process_is_one_sentence():
@@ -206,7 +227,7 @@ def test_a_backward_of_autograd_that_ends_the_process_is_one_sentence():
             sys.exit(0)
 
     with pytest.raises(ValueError, match="function called sys.exit, so"):
-        cupynorm.check(function=lambda x: Exits.apply(x), shapes=SHAPE)
+        cupynorm.check_function(lambda x: Exits.apply(x), shapes=SHAPE)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
@@ -217,24 +238,18 @@ def test_inputs_must_stay_as_they_are(library):
         return x
 
     with pytest.raises(ValueError, match="forward has changed x; expected it to leave its inputs"):
-        cupynorm.check(forward=in_place, library=library, shapes=SHAPE)
-
-
-def test_a_result_that_is_no_array_is_named():
-    message = "forward returned no array: y is a str; expected a CuPy, torch or NumPy array"
-    with pytest.raises(ValueError, match=message):
-        cupynorm.check(forward=lambda x: "y", shapes=SHAPE)
+        cupynorm.check_function((in_place, None), library=library, shapes=SHAPE)
 
 
 def test_libraries_that_are_not_there_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(cupynorm.MissingLibraryError, match="pip install ml_dtypes"):
-        cupynorm.check(forward=forward, library="numpy", dtypes=["bfloat16"], shapes=SHAPE)
+        cupynorm.check_function((forward, None), library="numpy", dtypes=["bfloat16"], shapes=SHAPE)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(cupynorm.MissingLibraryError, match="library is 'torch'"):
-        cupynorm.check(forward=forward, library="torch", shapes=SHAPE)
-    assert cupynorm.check(forward=lambda x: x, shapes=[(1, 1)], eps=0.0).findings  # NumPy
+        cupynorm.check_function((forward, None), library="torch", shapes=SHAPE)
+    assert cupynorm.check_function((lambda x: x, None), shapes=[(1, 1)], eps=0.0).findings  # NumPy
     cupy = pytest.importorskip("cupy")
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
     with pytest.raises(ValueError, match="CuPy finds no GPU"):
-        cupynorm.check(forward=forward, library="cupy", shapes=SHAPE)
+        cupynorm.check_function((forward, None), library="cupy", shapes=SHAPE)
