@@ -9,9 +9,9 @@ import numpy as np
 from cupynorm.check.cases import Case, Problem, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
 from cupynorm.check.results import CheckResult, judge_all
-from cupynorm.check.run import run_backward, run_forward, run_kernels, tensors_of
+from cupynorm.check.run import Tensors, run_backward, run_forward, run_kernels
 from cupynorm.dtypes import compute_dtype, decode, encode
-from cupynorm.norm.launch_choice import Launch
+from cupynorm.norm.request import Launch
 from cupynorm.plan.problem import Tile
 
 Where = CpuMachine | GpuCheckMachine
@@ -26,7 +26,7 @@ def run(
     layouts: of operands by name. With {} or more, WrongWrite is raised where anything but the
     outputs was written to.
     """
-    case, tensors = problem.case, tensors_of(where, layouts)
+    case, tensors = problem.case, Tensors(where, layouts)
     run_forward(problem, tensors, Launch(case.strategy, case.tile, case.statistics, case.sm_margin))
     run_backward(problem, tensors, Launch(case.strategy, backward, sm_margin=case.sm_margin))
     return tensors.results()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cupynorm.check.cases import Case
-from cupynorm.check.placement import LAYOUTS
+from cupynorm.check.run import LAYOUTS
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.problem import Tile
 
@@ -122,7 +122,7 @@ PATHS = _paths(
   cluster ring | cluster ring of 13 | float32 2040 | 4 64 1, cluster_size 16, stages 3
   cluster backward | cluster ring of one stage | float16 8800 | 8 64 9, cluster_size 2, stages 1
   cluster backward | one-stage cluster, singles | float32 1301 | 1 96 4, cluster_size 4, stages 1
-  cluster backward | one-stage, 8 blocks | float32 16384 | 4 32 16, cluster_size 8, exact 1, stages 1
+  cluster backward | stage of 8 blocks | float32 16384 | 4 32 16, cluster_size 8, exact 1, stages 1
 * uncached | uncached | bfloat16 1002 | 2 96
   uncached | uncached, packs | rms_norm float16 1000 | 8 32
   uncached | uncached, single elements | float32 515 | 1 64

@@ -18,14 +18,14 @@ from kernel_checks import (
 )
 from kernel_paths import OPTIONS, PATHS, SMALL, Call
 from laid_out import as_numpy, lay_out
+from quantized_calls import How, judge_bytes, judge_values, run_quantized
 
 import cupynorm
 from cupynorm import Launch
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, uses_welford
-from cupynorm.check.placement import LAYOUTS
-from cupynorm.check.quantized import How, judge_bytes, judge_values, run_quantized
 from cupynorm.check.results import CheckResult
+from cupynorm.check.run import LAYOUTS
 from cupynorm.plan.problem import SCALINGS
 from cupynorm.plan.strategies import STRATEGIES
 
