@@ -156,6 +156,7 @@ OPTIONS = {
 }
 OPERANDS = ("x", "residual", "dy", "dsum", "y", "sum", "dx")
 _OUTPUTS = ("y", "sum", "dx")
+_SINGLE_ROWS = ("weight", "bias", "mean", "rstd", "dweight", "dbias")
 
 
 class Call(NamedTuple):
@@ -166,7 +167,7 @@ class Call(NamedTuple):
     layouts: dict[str, str]
 
     def __str__(self) -> str:
-        shown = [f"{name} {layout}" for name, layout in self.layouts.items()]
+        shown = [f"{name} {self.layouts[name]}" for name in OPERANDS if name in self.layouts]
         return ", ".join([self.path, self.option, *shown]).replace(" ", "-")
 
 
@@ -184,6 +185,8 @@ def _layouts(path: RowPath, option: dict, generator: random.Random) -> dict[str,
         for name in OPERANDS
         if option.get({"sum": "residual"}.get(name, name), name not in ("residual", "dsum", "sum"))
     }
+    if "misaligned" in some:
+        drawn |= {name: generator.choice(["contiguous", "misaligned"]) for name in _SINGLE_ROWS}
     return {name: layout for name, layout in drawn.items() if layout != "contiguous"}
 
 
