@@ -343,5 +343,3 @@ def test_a_mean_that_is_rounded_is_told_from_a_variance_that_is():
         causes[name] = found.diagnosis.cause
     assert causes["mean"].startswith("the rounding error of the mean is left in x - mean")
     assert causes["variance"].startswith("the variance is off by the rounding of mean^2")
-
-
