@@ -76,7 +76,7 @@ def _gemm(cell, inputs):
 def _fp8_products(cell, inputs):
     """Products of tensors that are quantised already, those of the gradients after that of y."""
     from ..nn import quantization, recipes
-    from ..nn.products import Factor, multiply
+    from ..nn.quantization import Factor, multiply
 
     def quantized(x, dtype=recipes.E4M3):
         x = x.detach()
@@ -132,8 +132,8 @@ def _layer(cell, inputs, make, **options):
 
 
 def _cupynorm(cell, inputs, recipe=None, **options):
-    from ..nn.autocast import fp8_autocast
     from ..nn.recipes import DelayedScaling
+    from ..nn.scales import fp8_autocast
     from ..parallel.module import LayerNormLinear
 
     module, differentiated = _layer(cell, inputs, LayerNormLinear, **options), inputs.leaves

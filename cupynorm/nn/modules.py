@@ -21,11 +21,11 @@ from ..norm.options import extents_of, names_what_was_removed, refuse_keywords
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..plan.functors import BoundFunctor, Functors, Fuse
-from . import amaxes, autocast, fp8, wrapped
+from . import scales, wrapped
 from .dtypes import name_of
 from .modes import is_recorded, is_transformed, learns_shapes, run_untraced
 from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
-from .second_names import either
+from .scales import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
 torch.fx.wrap("layer_norm")
@@ -51,7 +51,7 @@ class _Step(NamedTuple):
     scale: of y. amax: where the kernel puts that of y; None where the region's step does not count.
     """
 
-    scales: fp8.Scales | None
+    scales: scales.Scales | None
     scale: torch.Tensor | None
     amax: torch.Tensor | None
 
@@ -59,7 +59,7 @@ class _Step(NamedTuple):
 class Norm(torch.nn.Module):
     """What LayerNorm and RMSNorm have beyond torch's: more options, forward, and 8 bits.
 
-    _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for amaxes.py.
+    _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for scales.py.
     """
 
     _centered: bool
@@ -69,7 +69,7 @@ class Norm(torch.nn.Module):
     memory_efficient: bool
     fp8_state: bool = False
     launch: Launch | None = None
-    _fp8_scales: fp8.Scales | None = None
+    _fp8_scales: scales.Scales | None = None
 
     def _set_extras(self, *values: object) -> None:
         """values: in the order of EXTRAS.
@@ -79,7 +79,7 @@ class Norm(torch.nn.Module):
         for name, value in zip(EXTRAS, values, strict=True):
             setattr(self, name, value)
         checked_launch(self.launch)
-        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
+        self._fp8_slot = scales.new_slot(type(self).__qualname__)
 
     def reset_parameters(self) -> None:
         """Sets weight to 1, or to 0 with zero_centered_gamma, and bias to 0.
@@ -155,12 +155,12 @@ class Norm(torch.nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
+        self._fp8_slot = scales.new_slot(type(self).__qualname__)
         self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        fp8.complete(self, state_dict, prefix)
+        scales.complete(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
 
@@ -171,26 +171,26 @@ class Norm(torch.nn.Module):
 
     def _move_scales(self, function: Callable) -> None:
         if self._fp8_scales is not None:
-            self._fp8_scales = fp8.moved(self._fp8_scales, function)
+            self._fp8_scales = scales.moved(self._fp8_scales, function)
 
     def get_extra_state(self) -> torch.Tensor:
         """The scale of y as bytes, without pickle; an empty uint8 tensor where there is none."""
-        return fp8.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
+        return scales.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state returned.
 
         TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
         """
-        self._load_scales(fp8.unpack(state) if fp8.is_packed(state) else {})
+        self._load_scales(scales.unpack(state) if scales.is_packed(state) else {})
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
-            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
+            del destination[f"{prefix}{scales.EXTRA_STATE}"]
 
     def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Takes what fp8.unpack returned. Without a state, the next step is the first."""
+        """Takes what scales.unpack returned. Without a state, the next step is the first."""
         if not states:
             self._fp8_scales = None
             return
@@ -201,7 +201,7 @@ class Norm(torch.nn.Module):
             )
         ((scale, amax_history),) = states.values()
         if self._fp8_scales is None:
-            self._fp8_scales = fp8.Scales((E4M3,), len(amax_history), scale.device)
+            self._fp8_scales = scales.Scales((E4M3,), len(amax_history), scale.device)
         self._fp8_scales.load(scale, amax_history)
 
     def _forward_in_fp8(
@@ -212,7 +212,7 @@ class Norm(torch.nn.Module):
         functors: Functors | None,
     ) -> Any:
         """The call with fp8_output."""
-        region = autocast.kept(autocast.active)
+        region = scales.kept(scales.active)
         if region is None:
             raise ValueError(
                 "fp8_output is True outside of fp8_autocast; "
@@ -228,7 +228,7 @@ class Norm(torch.nn.Module):
         is_sharded = wrapped.is_any_dtensor(input)
         if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
-        autocast.check_checkpoint(region)
+        scales.check_checkpoint(region)
         step = self._begin_step(region.recipe, input.device)
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
@@ -258,7 +258,7 @@ class Norm(torch.nn.Module):
         if step.scales is not None:
             self._fp8_scales = step.scales
         if step.amax is not None:
-            used = autocast.UsedScales(step.scales, region.recipe, region.group)
+            used = scales.UsedScales(step.scales, region.recipe, region.group)
             region.used[self._fp8_slot, 0] = used
         return results
 
@@ -266,12 +266,12 @@ class Norm(torch.nn.Module):
         """Changes nothing yet, because the call may be refused."""
         if not isinstance(recipe, DelayedScaling):
             return _Step(None, None, None)
-        fp8.check_is_no_replica(self)
-        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not learns_shapes()
+        scales.check_is_no_replica(self)
+        keeps = torch.is_grad_enabled() and not scales.runs_again() and not learns_shapes()
         dtypes = recipe.fp8_format.value[:1]
-        scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps)
-        scale = autocast.kept(scales.scale.clone) if autocast.runs else scales.scale
-        return _Step(scales, scale, scales.amax(0) if keeps else None)
+        kept = scales.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps)
+        scale = scales.kept(kept.scale.clone) if scales.runs else kept.scale
+        return _Step(kept, scale, kept.amax(0) if keeps else None)
 
 
 class LayerNorm(Norm, torch.nn.LayerNorm):

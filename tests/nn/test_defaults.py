@@ -11,7 +11,7 @@ import cupynorm
 torch = pytest.importorskip("torch")
 
 from cupynorm import DelayedScaling, fp8_autocast  # noqa: E402
-from cupynorm.nn import amaxes  # noqa: E402
+from cupynorm.nn import scales  # noqa: E402
 
 DTYPES = (torch.float64, torch.bfloat16)
 
@@ -67,10 +67,10 @@ def test_amaxes_are_reduced_in_float32(monkeypatch, with_defaults, dtype):
         torch.distributed, "all_reduce", lambda tensor, *others: seen.append(tensor.dtype)
     )
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(amaxes, "_has_other_ranks", lambda group: True)
-    monkeypatch.setattr(amaxes, "_is_compared", lambda group: True)
+    monkeypatch.setattr(scales, "_has_other_ranks", lambda group: True)
+    monkeypatch.setattr(scales, "_is_compared", lambda group: True)
     with_defaults(dtype)
-    amaxes.end_step({}, [object()])
+    scales.end_step({}, [object()])
     assert seen == [torch.float32] * 3
 
 

@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from cuda_graphs import side_stream  # noqa: E402
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import amaxes, autocast, fp8, quantization, recipes  # noqa: E402
-from cupynorm.nn.fp8 import Scales  # noqa: E402
+from cupynorm.nn import quantization, recipes, scales  # noqa: E402
 from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
+from cupynorm.nn.scales import Scales  # noqa: E402
 
 
 def record(scales, at, x):
@@ -138,7 +138,7 @@ def test_options_that_recipes_refuse():
         ({"recipe": "delayed"}, "recipe is a str; expected DelayedScaling"),
     ):
         with pytest.raises(TypeError, match=sentence):
-            autocast.fp8_autocast(**arguments).__enter__()
+            scales.fp8_autocast(**arguments).__enter__()
 
 
 def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
@@ -152,7 +152,7 @@ def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
 
     def all_reduce(tensor, op, group):
         asked.append((op, group))
-        is_amaxes = len(tensor) % amaxes.SLOT_SIZE == 0
+        is_amaxes = len(tensor) % scales.SLOT_SIZE == 0
         if is_amaxes:
             tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
 
@@ -167,12 +167,12 @@ def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
         (DelayedScaling(amax_history_len=2), 64.0),
         (DelayedScaling(amax_history_len=2, reduce_amax=False), 448.0),
     ):
-        scales = Scales((recipes.E4M3,), 2, torch.device("cpu"))
-        record(scales, 0, torch.ones(1))
+        kept = Scales((recipes.E4M3,), 2, torch.device("cpu"))
+        record(kept, 0, torch.ones(1))
         with cupynorm.fp8_autocast(recipe=recipe, group=group):
-            used = autocast.UsedScales(scales, recipe, group)
-            autocast.active().used[2100, 0] = used
-        assert scales.scale.item() == expected
+            used = scales.UsedScales(kept, recipe, group)
+            scales.active().used[2100, 0] = used
+        assert kept.scale.item() == expected
     # Two comparisons of the ranks' layers come before a group's first.
     assert asked == 3 * [(torch.distributed.ReduceOp.MAX, group)]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
@@ -206,12 +206,12 @@ def test_a_history_of_another_length():
 
 def test_states_are_packed_as_bytes_without_pickle():
     states = {"forward": filled(4), "backward": filled(2)}
-    packed = fp8.pack(states)
+    packed = scales.pack(states)
     assert packed.dtype == torch.uint8 and packed.is_contiguous()
     assert bytes(packed.numpy()).startswith(
         b'cupynorm fp8 state 1\n{"forward": [4, 2], "backward": [2, 2]}\n'
     )
-    found = fp8.unpack(packed)
+    found = scales.unpack(packed)
     assert list(found) == ["forward", "backward"]
     for name, (scale, history) in found.items():
         assert torch.equal(scale, states[name].scale) and torch.equal(
@@ -221,11 +221,15 @@ def test_states_are_packed_as_bytes_without_pickle():
         with pytest.raises(
             ValueError, match="the fp8 state in a state dict has [0-9]+ bytes of numbers; expected"
         ):
-            fp8.unpack(cut)
-    assert fp8.pack({}).numel() == 0 and fp8.unpack(fp8.pack({})) == {} and fp8.unpack(None) == {}
+            scales.unpack(cut)
+    assert (
+        scales.pack({}).numel() == 0
+        and scales.unpack(scales.pack({})) == {}
+        and scales.unpack(None) == {}
+    )
     for foreign in (torch.tensor([128, 4, 149], dtype=torch.uint8), {"scale": 1}):
         with pytest.warns(UserWarning, match="is not cupynorm's"):
-            assert fp8.unpack(foreign) == {}
+            assert scales.unpack(foreign) == {}
 
 
 @pytest.mark.gpu
