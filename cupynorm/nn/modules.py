@@ -7,7 +7,7 @@ cupynorm's forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Proxy
@@ -45,15 +45,12 @@ EXTRAS = {
 }
 
 
-class _Step(NamedTuple):
-    """What DelayedScaling gives a call; None with other recipes.
+def calls_the_norm(module: torch.nn.Module, arguments: tuple) -> None:
+    """A hook before forward, which does nothing.
 
-    scale: of y. amax: where the kernel puts that of y; None where the region's step does not count.
+    In eval mode torch.nn.TransformerEncoderLayer may read weight and eps of its norms and not call
+    them. It calls modules with hooks.
     """
-
-    scales: scales.Scales | None
-    scale: torch.Tensor | None
-    amax: torch.Tensor | None
 
 
 class Norm(torch.nn.Module):
@@ -89,6 +86,8 @@ class Norm(torch.nn.Module):
         super().reset_parameters()
         if self.zero_centered_gamma and self.weight is not None:
             torch.nn.init.zeros_(self.weight)
+            if not self._forward_pre_hooks:  # it is reset for the first time
+                self.register_forward_pre_hook(calls_the_norm)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
@@ -164,6 +163,10 @@ class Norm(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
 
+    def _get_name(self) -> str:
+        """What print(model) shows."""
+        return f"cupynorm.{type(self).__name__}"
+
     def extra_repr(self) -> str:
         values = {name: getattr(self, name) for name in EXTRAS}
         extras = [f"{name}={value}" for name, value in values.items() if value != EXTRAS[name]]
@@ -178,19 +181,12 @@ class Norm(torch.nn.Module):
         return scales.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes what get_extra_state returned.
+        """Takes what get_extra_state returned. Without a state, the next step is the first.
 
-        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
+        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored. Raises
+        TypeError or ValueError for what no module saves.
         """
-        self._load_scales(scales.unpack(state) if scales.is_packed(state) else {})
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
-            del destination[f"{prefix}{scales.EXTRA_STATE}"]
-
-    def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Takes what scales.unpack returned. Without a state, the next step is the first."""
+        states = scales.unpack(state, warns=False)
         if not states:
             self._fp8_scales = None
             return
@@ -203,6 +199,11 @@ class Norm(torch.nn.Module):
         if self._fp8_scales is None:
             self._fp8_scales = scales.Scales((E4M3,), len(amax_history), scale.device)
         self._fp8_scales.load(scale, amax_history)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
+            del destination[f"{prefix}{scales.EXTRA_STATE}"]
 
     def _forward_in_fp8(
         self,
@@ -229,18 +230,26 @@ class Norm(torch.nn.Module):
         if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
         scales.check_checkpoint(region)
-        step = self._begin_step(region.recipe, input.device)
+        recipe, kept, scale, amax = region.recipe, None, None, None
+        if isinstance(recipe, DelayedScaling):  # changes nothing yet: the call may be refused
+            scales.check_is_no_replica(self)
+            keeps = torch.is_grad_enabled() and not scales.runs_again() and not learns_shapes()
+            kept = scales.scales_for(
+                self._fp8_scales, (E4M3,), recipe, input.device, keeps_amaxes=keeps
+            )
+            scale = scales.kept(kept.scale.clone) if scales.runs else kept.scale
+            amax = kept.amax(0) if keeps else None
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
         transpose = torch.is_grad_enabled() and not is_sharded
-        quantization = _quantization_of(region.recipe, transpose)
+        quantization = _quantization_of(recipe, transpose)
         norm_operands = ForwardOperands(
             input,
             self._parameter("weight"),
             self._parameter("bias") if self._centered else None,
             residual,
-            scale=step.scale,
-            amax=step.amax,
+            scale=scale,
+            amax=amax,
             functors=functors,
         )
         norm_options = ForwardOptions(
@@ -255,23 +264,11 @@ class Norm(torch.nn.Module):
             launch=self.launch,
         )
         results = route.normalize(ForwardRequest(norm_operands, norm_options), return_residual)
-        if step.scales is not None:
-            self._fp8_scales = step.scales
-        if step.amax is not None:
-            used = scales.UsedScales(step.scales, region.recipe, region.group)
-            region.used[self._fp8_slot, 0] = used
+        if kept is not None:
+            self._fp8_scales = kept
+        if amax is not None:
+            region.used[self._fp8_slot, 0] = scales.UsedScales(kept, recipe, region.group)
         return results
-
-    def _begin_step(self, recipe: Recipe, device: torch.device) -> _Step:
-        """Changes nothing yet, because the call may be refused."""
-        if not isinstance(recipe, DelayedScaling):
-            return _Step(None, None, None)
-        scales.check_is_no_replica(self)
-        keeps = torch.is_grad_enabled() and not scales.runs_again() and not learns_shapes()
-        dtypes = recipe.fp8_format.value[:1]
-        kept = scales.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps)
-        scale = scales.kept(kept.scale.clone) if scales.runs else kept.scale
-        return _Step(kept, scale, kept.amax(0) if keeps else None)
 
 
 class LayerNorm(Norm, torch.nn.LayerNorm):

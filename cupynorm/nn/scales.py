@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import sys
 import threading
@@ -35,6 +36,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..gpu import arrays
 from ..gpu.arrays import type_in_words
 from ..norm.quantize import update_scales
+from ..table import printable
 from . import private
 from .modes import is_inside_backward, is_recomputed
 from .recipes import LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
@@ -257,20 +259,6 @@ def pack(states: dict[str, Scales]) -> Tensor:
     return Packed.of(torch.cat([text, raw]))
 
 
-def is_packed(state: Any) -> bool:
-    """Whether `pack` made it of at least one state."""
-    if not isinstance(state, Tensor) or _has_no_values(state):
-        return False
-    if state.dtype != torch.uint8 or state.ndim != 1:
-        return False
-    return bytes(state[: len(_MAGIC)].cpu().numpy()) == _MAGIC
-
-
-def _has_no_values(state: Tensor) -> bool:
-    """Whether it is empty, on "meta" or a FakeTensor."""
-    return not state.numel() or state.is_meta or state.__class__ not in (Tensor, Packed)
-
-
 def complete(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
     """Gives a state dict that a module loads the key of its extra state, if it is absent.
 
@@ -292,34 +280,62 @@ def complete(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
     state_dict.setdefault(key, module.get_extra_state() if keeps else None)
 
 
-def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
+def unpack(packed: Any, *, warns: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
     """name -> (scale, amax_history) of what `pack` made.
 
-    Nothing is unpickled: other states are ignored with a warning.
+    Nothing is unpickled. What TransformerEngine saves is ignored. warns: say so. Raises TypeError
+    or ValueError for what neither saves.
     """
-    if packed is None or (isinstance(packed, Tensor) and _has_no_values(packed)):
+    if packed is None:
         return {}
-    if not is_packed(packed):
+    if not isinstance(packed, Tensor | io.BytesIO):
+        raise TypeError(
+            f"the fp8 state in a state dict is {type_in_words(packed)}; expected the uint8 tensor "
+            "that state_dict() returned"
+        )
+    if isinstance(packed, Tensor):
+        if not packed.numel() or packed.is_meta or packed.__class__ not in (Tensor, Packed):
+            return {}  # without values: empty, on "meta" or a FakeTensor
+        is_bytes = packed.dtype == torch.uint8 and packed.ndim == 1
+        raw = bytes(packed.cpu().numpy()) if is_bytes else b""
+        if raw.startswith(_MAGIC):
+            header, _, numbers = raw[len(_MAGIC) :].partition(b"\n")
+            return _opened(header, numbers)
+    if warns:
         warnings.warn(
             "the fp8 state in a state dict is not cupynorm's, or is of a later version; it is not "
             "opened: scales start at 1",
             stacklevel=2,
         )
-        return {}
-    text, _, raw = bytes(packed.cpu().numpy())[len(_MAGIC) :].partition(b"\n")
-    shapes = json.loads(text) if raw else {}
-    expected = 4 * sum((1 + length) * num_tensors for length, num_tensors in shapes.values())
-    if not shapes or len(raw) != expected:
+    return {}
+
+
+def _opened(header: bytes, raw: bytes) -> dict[str, tuple[Tensor, Tensor]]:
+    try:
+        sizes = {name: (length, width) for name, (length, width) in json.loads(header).items()}
+        is_right = all(type(each) is int and each > 0 for size in sizes.values() for each in size)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            f"the fp8 state in a state dict begins with {printable(header)}"
+            "; expected the names of scales and their extents"
+        )
+    expected = 4 * sum((1 + length) * width for length, width in sizes.values())
+    if not sizes or len(raw) != expected:
         raise ValueError(
             f"the fp8 state in a state dict has {len(raw)} bytes of numbers; "
             f"expected {expected or 'some'}"
         )
     numbers, states = torch.frombuffer(bytearray(raw), dtype=torch.float32), {}
-    for name, (length, num_tensors) in shapes.items():
-        scale, history, numbers = numbers.tensor_split(
-            (num_tensors, num_tensors + length * num_tensors)
-        )
-        states[name] = scale.clone(), history.clone().reshape(length, num_tensors)
+    for name, (length, width) in sizes.items():
+        scale, history, numbers = numbers.tensor_split((width, width + length * width))
+        if not (scale.isfinite() & (scale > 0)).all():
+            raise ValueError(
+                f"the fp8 state in a state dict has the scales {scale.tolist()}; expected finite "
+                "ones above 0"
+            )
+        states[name] = scale.clone(), history.clone().reshape(length, width)
     return states
 
 
