@@ -26,7 +26,7 @@ from ..nn.dtypes import name_of
 from ..nn.quantization import Factor, multiply
 from ..nn.recipes import BlockScaling, DelayedScaling
 from ..nn.scales import Region
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
 from .kernels import SavedNorm

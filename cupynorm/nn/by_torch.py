@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..norm.checks import check_forward
-from ..norm.functors import with_seeds
-from ..norm.options import dtype_name
-from ..norm.quantized_tensor import arranged, as_quantized_tensor, scale_shape
+from ..norm.checks import check_forward, dtype_name, with_seeds
+from ..norm.quantized import arranged, as_quantized_tensor, scale_shape
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, replaced
 from ..plan.functors import BoundFunctor, Functors
 from ..plan.problem import cols_of_scale

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..gpu import arrays
 from ..gpu.arrays import type_in_words
-from ..norm.quantize import update_scales
+from ..norm.quantized import update_scales
 from ..table import printable
 from . import private
 from .modes import is_inside_backward, is_recomputed

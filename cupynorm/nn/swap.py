@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..gpu.arrays import type_in_words
-from ..norm.launch_choice import Launch, Margins
-from ..norm.options import extents_of
+from ..norm.checks import extents_of
+from ..norm.request import Launch, Margins
 from ..table import as_html, as_text
 from . import private
 from .modules import LayerNorm, Norm, RMSNorm, calls_the_norm
@@ -304,9 +304,7 @@ def _kind(module: torch.nn.Module) -> tuple:
     return type(module), *shapes, repr(sorted(own.items())) if is_plain else id(module)
 
 
-def _replace(
-    module: torch.nn.Module, keep_rounding: bool, probed: dict
-) -> tuple[Norm | None, str]:
+def _replace(module: torch.nn.Module, keep_rounding: bool, probed: dict) -> tuple[Norm | None, str]:
     """(replacement, how results differ), or (None, why there is none). probed: by _kind."""
     if obstacle := _obstacle(module):
         return None, obstacle

@@ -5,6 +5,8 @@ Delayed scaling is compared with delayed_scaling.py, a second implementation.
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 from delayed_scaling import Machine
@@ -219,7 +221,7 @@ def test_states_are_packed_as_bytes_without_pickle():
         )
     for cut in (packed[:-8], packed[:-3], packed[:40]):
         with pytest.raises(
-            ValueError, match="the fp8 state in a state dict has [0-9]+ bytes of numbers; expected"
+            ValueError, match="the fp8 state in a state dict (has [0-9]+ bytes of|begins with)"
         ):
             scales.unpack(cut)
     assert (
@@ -227,9 +229,43 @@ def test_states_are_packed_as_bytes_without_pickle():
         and scales.unpack(scales.pack({})) == {}
         and scales.unpack(None) == {}
     )
-    for foreign in (torch.tensor([128, 4, 149], dtype=torch.uint8), {"scale": 1}):
+    for foreign in (torch.tensor([128, 4, 149], dtype=torch.uint8), io.BytesIO(b"x")):
         with pytest.warns(UserWarning, match="is not cupynorm's"):
             assert scales.unpack(foreign) == {}
+
+
+def header(text: bytes, *numbers: float) -> torch.Tensor:
+    raw = b"cupynorm fp8 state 1\n" + text + b"\n" + np.array(numbers, np.float32).tobytes()
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "state, sentence",
+    [
+        (np.zeros(3, np.uint8), "is an ndarray; expected the uint8 tensor"),
+        (b"cupynorm fp8 state 1\n", "is a bytes; expected the uint8 tensor"),
+        ({"scale": 1}, "is a dict; expected the uint8 tensor"),
+        (header(b"[1, 2]"), "begins with .*; expected the names of scales and their extents"),
+        (header(b"[" * 100_000), "expected the names of scales and their extents"),
+        (header(b'{"y": [1, -1]}'), "expected the names of scales and their extents"),
+        (header(b'{"y": 3}'), "expected the names of scales and their extents"),
+        (header(b"{}"), "has 0 bytes of numbers; expected some"),
+        (
+            header(b'{"y": [1, 1]}', np.nan, 0),
+            r"has the scales \[nan\]; expected finite ones above 0",
+        ),
+        (header(b'{"y": [1, 1]}', 0, 0), r"has the scales \[0.0\]; expected finite ones above 0"),
+        (header(b'{"y": [1, 1]}', -np.inf, 0), r"has the scales \[-inf\]; expected finite"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["RMSNorm", "Linear"])
+def test_states_of_a_wrong_form_are_refused(kind, state, sentence):
+    """They change nothing."""
+    module = cupynorm.RMSNorm(8) if kind == "RMSNorm" else cupynorm.Linear(8, 8, device="cpu")
+    before = module.state_dict()
+    with pytest.raises((TypeError, ValueError), match=f"the fp8 state in a state dict {sentence}"):
+        module.load_state_dict(before | {"_extra_state": state})
+    assert module.state_dict().keys() == before.keys()
 
 
 @pytest.mark.gpu
