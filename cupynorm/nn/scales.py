@@ -16,7 +16,6 @@ beyond those of the others are no difference, and an exchange of two of one kind
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import json
 import sys
@@ -99,23 +98,15 @@ class Scales:
         """Drops the amaxes of a step that did not end."""
         self.amax_history[0].zero_()
 
-    def resize(self, length: int) -> None:
-        """Changes the number of steps in the history, and keeps the latest of them."""
-        history = self.amax_history
-        with torch.inference_mode(False):
-            if length < len(history):
-                latest = history[len(history) - length + 1 :]
-                self.amax_history = torch.cat([history[:1], latest])
-            elif length > len(history):
-                older = history.new_zeros(length - len(history), history.shape[1])
-                self.amax_history = torch.cat([history[:1], older, history[1:]])
-
-    def to(self, device: torch.device) -> Scales:
-        if self.scale.device != device:
-            with torch.inference_mode(False):
-                for name in ("scale", "amax_history", "largest"):
-                    setattr(self, name, getattr(self, name).to(device))
-        return self
+    def copied(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> Scales:
+        """The same scales for other dtypes, with the latest amaxes of a history of this length."""
+        made, latest = Scales(dtypes, length, device), min(length, len(self.amax_history)) - 1
+        made.num_steps = self.num_steps
+        made.scale.copy_(self.scale)
+        made.amax_history[0] = self.amax_history[0]
+        if latest:
+            made.amax_history[-latest:] = self.amax_history[-latest:]
+        return made
 
     def load(self, scale: Tensor, amax_history: Tensor) -> None:
         """Takes what `unpack` returned.
@@ -158,7 +149,10 @@ def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None
     None on "meta", where no state can be.
     """
     device = function(scales.scale).device
-    return None if device.type == "meta" else scales.to(device)
+    if device == scales.scale.device:
+        return scales
+    is_lost = device.type == "meta"
+    return None if is_lost else scales.copied(scales.dtypes, len(scales.amax_history), device)
 
 
 def check_is_no_replica(module: torch.nn.Module) -> None:
@@ -192,19 +186,11 @@ def scales_for(
             "of which would make them anew; expected one call with this recipe on this device "
             "before"
         )
-    if fits and (not keeps_amaxes or kept.dtypes == dtypes):
-        return kept
-    scales = Scales(dtypes, length, device) if kept is None else copy.copy(kept).to(device)
+    if kept is None:
+        return Scales(dtypes, length, device)
     if not keeps_amaxes:
-        return scales
-    if len(scales.amax_history) != length:
-        scales.resize(length)
-    if scales.dtypes != dtypes:
-        with torch.inference_mode(False):
-            scales.dtypes, scales.largest = dtypes, scales.largest.clone()
-        for at, dtype in enumerate(dtypes):
-            scales.largest[at].fill_(LARGEST[dtype])
-    return scales
+        dtypes, length = kept.dtypes, len(kept.amax_history)
+    return kept if fits and kept.dtypes == dtypes else kept.copied(dtypes, length, device)
 
 
 # Saving.
@@ -365,9 +351,7 @@ _num_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 def new_slot(kind: str) -> int:
     """For a layer that is made. kind: what it shares with its twins on other ranks."""
     with _lock:
-        before = _digests[-1] if _digests else 0
-        # 24 bits, which float32 holds.
-        _digests.append(zlib.crc32(kind.encode(), before) & 0xFFFFFF)
+        _digests.append(zlib.crc32(kind.encode(), _digests[-1] if _digests else 0))
         return len(_digests) - 1
 
 
@@ -376,24 +360,13 @@ def end_step(used: Mapping[tuple[int, int], UsedScales], groups: Sequence[Any]) 
 
     used: by the layer's slot and the place in it. groups: of torch.distributed, each reduced once.
     """
-    for group in groups:
-        if _has_other_ranks(group):
-            _reduce(used, group)
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        for group in groups:
+            if distributed.get_world_size(group) > 1:
+                _reduce(used, group)
     for _, each in sorted(used.items()):
         each.scales.update(each.recipe)
-
-
-def forget(used: Mapping[tuple[int, int], UsedScales]) -> None:
-    """Drops the amaxes of a forward that did not end. Those of earlier backwards remain."""
-    for (_, at), each in used.items():
-        if at < OF_BACKWARD:
-            each.scales.forget()
-
-
-def _has_other_ranks(group: Any) -> bool:
-    distributed = torch.distributed
-    is_running = distributed.is_available() and distributed.is_initialized()
-    return is_running and distributed.get_world_size(group) > 1
 
 
 def _reduce(used: Mapping[tuple[int, int], UsedScales], group: Any) -> None:
@@ -404,14 +377,16 @@ def _reduce(used: Mapping[tuple[int, int], UsedScales], group: Any) -> None:
     }
     most = max(len(_digests), max(rows, default=0) // SLOT_SIZE + 1)
     num_slots = (most + _SLOTS_AT_ONCE - 1) // _SLOTS_AT_ONCE * _SLOTS_AT_ONCE
-    device = _device(rows.values(), group)
-    if _is_compared(group):
-        _compare(num_slots, group, device)
-    length = num_slots * SLOT_SIZE
-    zeros = torch.zeros(length, dtype=torch.float32, device=device)
+    _compare(num_slots, group)
+    if torch.distributed.get_backend(group) == "gloo":
+        device = torch.device("cpu")
+    else:
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        device = next((row.device for row in rows.values()), torch.device(here))
+    zeros = torch.zeros(num_slots * SLOT_SIZE, dtype=torch.float32, device=device)
     parts, end = [], 0
     for place, row in rows.items():
-        parts += [zeros[end:place], row.to(zeros.device)]
+        parts += [zeros[end:place], row.to(device)]
         end = place + len(row)
     amaxes = torch.cat([*parts, zeros[end:]])
     torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
@@ -419,47 +394,24 @@ def _reduce(used: Mapping[tuple[int, int], UsedScales], group: Any) -> None:
         row.copy_(amaxes[place : place + len(row)])
 
 
-def _is_compared(group: Any) -> bool:
-    """Whether the ranks compare their layers in this step of the group."""
-    key = torch.distributed.group.WORLD if group is None else group
-    _num_steps[key] = num_steps = _num_steps.get(key, 0) + 1
-    return num_steps & (num_steps - 1) == 0
-
-
-def _compare(num_slots: int, group: Any, device: torch.device | str) -> None:
+def _compare(num_slots: int, group: Any) -> None:
     """Raises RuntimeError on all ranks unless all have made the same layers in the same order.
 
-    num_slots: those of what is reduced.
+    num_slots: those of what is reduced. Only in some steps of a group.
     """
-
-    def spread(values: Tensor) -> bool:
-        """Whether ranks that have a value have different ones. Those without one have -inf."""
-        both = torch.cat([values, torch.where(values.isinf(), values, -values)])
-        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group)
-        largest, smallest = both.chunk(2)
-        return bool(((largest != -smallest) & largest.isfinite()).any())
-
-    is_different = spread(torch.tensor([num_slots], dtype=torch.float32, device=device))
-    if not is_different:
-        digests = torch.full((num_slots,), -torch.inf, dtype=torch.float32)
-        digests[: len(_digests)] = torch.tensor(_digests, dtype=torch.float32)
-        is_different = spread(digests.to(device))
-    if is_different:
+    key = torch.distributed.group.WORLD if group is None else group
+    _num_steps[key] = num_steps = _num_steps.get(key, 0) + 1
+    if num_steps & (num_steps - 1):
+        return
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(of_ranks, (num_slots, _digests), group)
+    fewest = min(len(digests) for _, digests in of_ranks)
+    if len({(slots, *digests[:fewest][-1:]) for slots, digests in of_ranks}) > 1:
         raise RuntimeError(
             f"the ranks of the group of fp8_autocast have made different layers ({len(_digests)} "
             "on this rank), so that their amaxes do not fit together; expected layers with 8-bit "
             "scales to be made on all ranks in one order, or a group of the ranks that share them"
         )
-
-
-def _device(rows: Any, group: Any) -> torch.device | str:
-    """Where a group reduces: gloo on the CPU, others where the amaxes are, or on the GPU."""
-    if torch.distributed.get_backend(group) == "gloo":
-        return "cpu"
-    first: Tensor | None = next(iter(rows), None)
-    if first is not None:
-        return first.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 # Regions.
@@ -583,8 +535,10 @@ def fp8_autocast(
     finally:
         _regions.remove(region)  # another thread's may have begun after it
         if not _regions and (torch.is_grad_enabled() or region.calibration is not None):
-            if not is_complete:
-                forget(used)
+            if not is_complete:  # what earlier backwards recorded remains
+                for (_, at), each in used.items():
+                    if at < OF_BACKWARD:
+                        each.scales.forget()
             elif used or not is_inside_backward():  # a checkpoint's second run is no step
                 end_step(used, groups)
 

@@ -154,15 +154,17 @@ def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
 
     def all_reduce(tensor, op, group):
         asked.append((op, group))
-        is_amaxes = len(tensor) % scales.SLOT_SIZE == 0
-        if is_amaxes:
-            tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
+        tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
+
+    def all_gather_object(of_ranks, own, group):
+        of_ranks[:] = own, own
 
     for name, value in (
         ("is_initialized", lambda: True),
         ("get_world_size", lambda group: 2),
         ("get_backend", lambda group: "gloo"),
         ("all_reduce", all_reduce),
+        ("all_gather_object", all_gather_object),
     ):
         monkeypatch.setattr(torch.distributed, name, value)
     for recipe, expected in (
@@ -175,12 +177,11 @@ def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
             used = scales.UsedScales(kept, recipe, group)
             scales.active().used[2100, 0] = used
         assert kept.scale.item() == expected
-    # Two comparisons of the ranks' layers come before a group's first.
-    assert asked == 3 * [(torch.distributed.ReduceOp.MAX, group)]
+    assert asked == [(torch.distributed.ReduceOp.MAX, group)]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     with cupynorm.fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
         pass
-    assert len(asked) == 3
+    assert len(asked) == 1
 
 
 def filled(length: int) -> Scales:
@@ -193,13 +194,19 @@ def filled(length: int) -> Scales:
     return scales
 
 
+def with_length(kept: Scales, length: int) -> Scales:
+    recipe = DelayedScaling(amax_history_len=length)
+    device = torch.device("cpu")
+    return scales.scales_for(kept, kept.dtypes, recipe, device, keeps_amaxes=True)
+
+
 def test_a_history_of_another_length():
     longer = filled(4)
     assert longer.amax_history[:, 0].tolist() == [0.0, 3.0, 4.0, 5.0]
-    longer.resize(6)
+    longer = with_length(longer, 6)
     assert longer.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 3.0, 4.0, 5.0]
     for length, kept in ((3, [0.0, 4.0, 5.0]), (2, [0.0, 5.0]), (1, [0.0])):
-        longer.resize(length)
+        longer = with_length(longer, length)
         assert longer.amax_history[:, 0].tolist() == kept and longer.amax_history.shape == (
             length,
             2,
@@ -246,13 +253,13 @@ def header(text: bytes, *numbers: float) -> torch.Tensor:
         (b"cupynorm fp8 state 1\n", "is a bytes; expected the uint8 tensor"),
         ({"scale": 1}, "is a dict; expected the uint8 tensor"),
         (header(b"[1, 2]"), "begins with .*; expected the names of scales and their extents"),
-        (header(b"[" * 100_000), "expected the names of scales and their extents"),
-        (header(b'{"y": [1, -1]}'), "expected the names of scales and their extents"),
-        (header(b'{"y": 3}'), "expected the names of scales and their extents"),
+        (header(b"[" * 100_000), ".*; expected the names of scales and their extents"),
+        (header(b'{"y": [1, -1]}'), ".*; expected the names of scales and their extents"),
+        (header(b'{"y": 3}'), ".*; expected the names of scales and their extents"),
         (header(b"{}"), "has 0 bytes of numbers; expected some"),
         (
             header(b'{"y": [1, 1]}', np.nan, 0),
-            r"has the scales \[nan\]; expected finite ones above 0",
+            r"has the scales \[nan\]; expected finite",
         ),
         (header(b'{"y": [1, 1]}', 0, 0), r"has the scales \[0.0\]; expected finite ones above 0"),
         (header(b'{"y": [1, 1]}', -np.inf, 0), r"has the scales \[-inf\]; expected finite"),
