@@ -201,8 +201,8 @@ def _gemm(cell: LinearCell, inputs: Inputs) -> tuple:
     if cell.format == "bfloat16":
         tensors = (inputs.normalized, inputs.weight, inputs.bias)
         return partial(functional.linear, *tensors), tensors
-    from ..nn import quantization
-    from ..nn.products import Factor, multiply
+    from ..nn import quantization, recipes
+    from ..nn.quantization import Factor, multiply
 
     both = cell.direction == "both"
 

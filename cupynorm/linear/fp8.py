@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import modes, private, quantization
-from ..nn.autocast import Region
 from ..nn.dtypes import name_of
-from ..nn.products import Factor, multiply
+from ..nn.quantization import Factor, multiply
 from ..nn.recipes import BlockScaling, DelayedScaling
+from ..nn.scales import Region
 from ..norm.quantized import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import amaxes, autocast, fp8, modes, wrapped
+from ..nn import modes, scales, wrapped
 from ..nn.dtypes import outside_autocast, product_dtype
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized import QuantizedTensor
@@ -28,18 +28,18 @@ class Fp8Layer(GradientLayer):
     """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the quantised weight that is_first_microbatch
-    shares, behind its recipe and modes.stream_of. _slot: for amaxes.py.
+    shares, behind its recipe and modes.stream_of. _slot: for scales.py.
     """
 
     in_features: int
     out_features: int
-    _fp8_states: dict[str, fp8.Scales]
+    _fp8_states: dict[str, scales.Scales]
     _fp8_weight: tuple[Recipe, tuple | None, QuantizedTensor] | None
 
     def _begin_state(self) -> None:
         super()._begin_state()
         self._fp8_states, self._fp8_weight = {}, None
-        self._slot = amaxes.new_slot(self._kind())
+        self._slot = scales.new_slot(self._kind())
 
     def _kind(self) -> str:
         """What the layer's twins on other ranks share with it."""
@@ -51,9 +51,9 @@ class Fp8Layer(GradientLayer):
 
     # Calls.
 
-    def _region(self) -> autocast.Region | None:
+    def _region(self) -> scales.Region | None:
         """The region of a call: of the first run of a call that a checkpoint runs again."""
-        return autocast.active() if modes.is_compiling() else autocast.kept(autocast.active)
+        return scales.active() if modes.is_compiling() else scales.kept(scales.active)
 
     def _project_in_fp8(
         self, call: RegionCall, operands: Operands, fp8_output: bool
@@ -119,10 +119,10 @@ class Fp8Layer(GradientLayer):
     ) -> tuple[fp8_linear.QuantizedCall, QuantizedTensor]:
         """What fp8_linear.forward needs: the call and the quantised weight."""
         region, recipe = call.region, call.region.recipe
-        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not modes.learns_shapes()
+        keeps = torch.is_grad_enabled() and not scales.runs_again() and not modes.learns_shapes()
         quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=keeps)
-        if isinstance(recipe, DelayedScaling) and autocast.runs:
-            quantizers.forward_scale = autocast.kept(quantizers.states["forward"].scale.clone)
+        if isinstance(recipe, DelayedScaling) and scales.runs:
+            quantizers.forward_scale = scales.kept(quantizers.states["forward"].scale.clone)
         quantized_call = fp8_linear.QuantizedCall(
             call.options, quantizers, call.quantize_gradient, call.input
         )
@@ -130,19 +130,19 @@ class Fp8Layer(GradientLayer):
             self._use_scales(region, recipe)
         return quantized_call, self._quantized_weight(call, operands, quantizers)
 
-    def _use_scales(self, region: autocast.Region, recipe: DelayedScaling) -> None:
+    def _use_scales(self, region: scales.Region, recipe: DelayedScaling) -> None:
         """Has the scales updated when the outermost region ends."""
-        for name, at in (("forward", 0), ("backward", amaxes.OF_BACKWARD)):
-            used = amaxes.UsedScales(self._fp8_states[name], recipe, region.group)
+        for name, at in (("forward", 0), ("backward", scales.OF_BACKWARD)):
+            used = scales.UsedScales(self._fp8_states[name], recipe, region.group)
             region.used[self._slot, at] = used
 
     def _calibrate(self, operands: Operands) -> None:
         """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
-        region = autocast.calibration()
+        region = scales.calibration()
         if region is not None and not operands.input.is_meta:
             modes.run_untraced(self._record_amaxes)(operands, region)
 
-    def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
+    def _record_amaxes(self, operands: Operands, region: scales.Region) -> None:
         if modes.is_inside_backward() or modes.learns_shapes():
             return  # a checkpoint runs the call again, or a pipeline before the first step
         _refuse_transforms(operands)
@@ -162,7 +162,7 @@ class Fp8Layer(GradientLayer):
         """Those of a call in an fp8_autocast region with this recipe. keeps_amaxes: whether the
         call adds its amaxes to the history of delayed scaling."""
         if isinstance(recipe, DelayedScaling):
-            fp8.check_is_no_replica(self)
+            scales.check_is_no_replica(self)
         states = states_of(self._fp8_states, recipe, device, keeps_amaxes=keeps_amaxes)
         if isinstance(recipe, DelayedScaling) and modes.learns_shapes():
             states = copy.deepcopy(states)  # which backward changes
@@ -196,14 +196,14 @@ class Fp8Layer(GradientLayer):
 
         An empty uint8 tensor where there is none.
         """
-        return fp8.pack(self._fp8_states)
+        return scales.pack(self._fp8_states)
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state returned.
 
         An empty state of TransformerEngine is accepted. Its pickle is ignored with a warning.
         """
-        self._fp8_states = states_from(fp8.unpack(state), self._fp8_states)
+        self._fp8_states = states_from(scales.unpack(state), self._fp8_states)
 
     def _drop_derived(self) -> None:
         """Drops what was made of parameters that have changed."""
@@ -216,7 +216,7 @@ class Fp8Layer(GradientLayer):
         return self
 
     def _move_scales(self, function: Callable) -> None:
-        moved = {name: fp8.moved(state, function) for name, state in self._fp8_states.items()}
+        moved = {name: scales.moved(state, function) for name, state in self._fp8_states.items()}
         self._fp8_states = {name: state for name, state in moved.items() if state is not None}
 
     def __getstate__(self) -> dict:
@@ -224,11 +224,11 @@ class Fp8Layer(GradientLayer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._slot = amaxes.new_slot(self._kind())
+        self._slot = scales.new_slot(self._kind())
         self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        fp8.complete(self, state_dict, prefix)
+        scales.complete(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._drop_derived()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..gpu.arrays import type_in_words
-from ..nn import autocast, modes
+from ..nn import modes, scales
 from ..nn.dtypes import product_dtype
 from ..norm.quantized import QuantizedTensor
 from .call import Operands
@@ -42,12 +42,12 @@ class LinearLayer(Fp8Layer):
         if not modes.is_compiling():
             return False
         # What a checkpoint runs again needs the region of its first run, which no graph keeps.
-        return autocast.is_inside() or bool(autocast.runs) or self._has_sink()
+        return scales.is_inside() or bool(scales.runs) or self._has_sink()
 
     def _call(
         self,
         operands: Operands,
-        region: autocast.Region | None,
+        region: scales.Region | None,
         is_first_microbatch: bool | None,
         *,
         fp8_output: bool,
@@ -60,7 +60,7 @@ class LinearLayer(Fp8Layer):
         """
         self._begin_forward()
         if region is not None:
-            autocast.check_checkpoint(region)
+            scales.check_checkpoint(region)
             options = self.linear_options(product_dtype(operands.input))
             call = RegionCall(region, options, fp8_grad, is_first_microbatch, False, quantized)
             results = self._project_in_fp8(call, operands, fp8_output)

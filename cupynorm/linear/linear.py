@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..nn import autocast, fp8, modes
+from ..nn import modes, scales
 from ..nn.dtypes import product_dtype
 from ..norm.quantized import QuantizedTensor
 from .call import LinearCall, LinearOptions, Operands
@@ -128,7 +128,7 @@ class Linear(LinearLayer, torch.nn.Linear):
             or fp8_grad
             or self.fuse_wgrad_accumulation
             or self.delay_wgrad_compute
-            or autocast.calibration() is not None
+            or scales.calibration() is not None
         )
         if is_torchs:
             return functional.linear(input, self.weight, self.bias)
@@ -168,11 +168,11 @@ class Linear(LinearLayer, torch.nn.Linear):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not (self._fp8_states or self.fp8_state):  # the state dict is then torch.nn's
-            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
+            del destination[f"{prefix}{scales.EXTRA_STATE}"]
 
 
 def _unpacked(
-    input: QuantizedTensor, region: autocast.Region | None
+    input: QuantizedTensor, region: scales.Region | None
 ) -> tuple[QuantizedTensor | None, Tensor]:
     """An input as a matrix in 8 bits, or None where it must be quantised again; and as a tensor.
 

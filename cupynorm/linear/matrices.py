@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import products
+from ..nn import quantization
 from ..nn.dtypes import name_of, outside_autocast
 from ..norm import quantized
 
@@ -39,7 +39,7 @@ def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     On a GPU a kernel makes them with little scratch memory.
     """
     if rows.is_meta or arrays.on_host(rows) or rows.stride(-1) != 1:
-        return products.sum_rows(rows, dtype)
+        return quantization.sum_rows(rows, dtype)
     return quantized.sum_rows(rows, name_of(dtype))
 
 

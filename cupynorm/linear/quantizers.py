@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import fp8, quantization
+from ..nn import quantization, scales
 from ..nn.dtypes import name_of
-from ..nn.fp8 import Scales
-from ..nn.products import Factor
+from ..nn.quantization import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
     E4M3,
@@ -21,6 +20,7 @@ from ..nn.recipes import (
     DelayedScaling,
     Recipe,
 )
+from ..nn.scales import Scales
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Quantization
 from .matrices import as_rows, sum_rows
@@ -239,7 +239,7 @@ def states_of(
     names = {"forward": FORWARD, "backward": BACKWARD}
     for (name, tensors), dtype in zip(names.items(), recipe.fp8_format.value):
         dtypes = (dtype,) * len(tensors)
-        kept[name] = fp8.scales_for(
+        kept[name] = scales.scales_for(
             kept.get(name), dtypes, recipe, device, keeps_amaxes=keeps_amaxes
         )
     return kept
@@ -248,7 +248,7 @@ def states_of(
 def states_from(
     loaded: dict[str, tuple[Tensor, Tensor]], kept: dict[str, Scales]
 ) -> dict[str, Scales]:
-    """The states that fp8.unpack returned, in the tensors that a layer has kept.
+    """The states that scales.unpack returned, in the tensors that a layer has kept.
 
     Raises ValueError if they are not those of a linear layer.
     """

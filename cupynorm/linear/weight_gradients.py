@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..nn import private
-from ..nn.products import wide_product
+from ..nn.quantization import wide_product
 from .matrices import split_like, sum_rows
 
 

@@ -24,7 +24,7 @@ from ..linear.function import check_call
 from ..linear.matrices import as_rows
 from ..linear.module import OneRankLayerNormLinear
 from ..linear.weight_gradients import WeightGradientSink
-from ..nn import autocast, modes
+from ..nn import modes, scales
 from ..nn.dtypes import product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
@@ -158,14 +158,14 @@ class LayerNormLinear(OneRankLayerNormLinear):
             and not is_fused(self.fused)
             and not self.fuse_wgrad_accumulation
             and not self.delay_wgrad_compute
-            and not autocast.is_inside()
-            and not autocast.runs
+            and not scales.is_inside()
+            and not scales.runs
         )
 
     def _call(
         self,
         operands: Operands,
-        region: autocast.Region | None,
+        region: scales.Region | None,
         is_first_microbatch: bool | None,
         **options: Any,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
@@ -175,7 +175,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
                 self._agree(kind, region, operands)
         return super()._call(operands, region, is_first_microbatch, **options)
 
-    def _agree(self, kind: tuple, region: autocast.Region | None, operands: Operands) -> None:
+    def _agree(self, kind: tuple, region: scales.Region | None, operands: Operands) -> None:
         """Raises before any collective unless all ranks make this kind of call."""
         self._ranks.check_group()
         check_plain(operands)
@@ -258,7 +258,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
             y = quantized.quantizers.quantize("output", as_rows(y))
         return y, normalized
 
-    def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
+    def _record_amaxes(self, operands: Operands, region: scales.Region) -> None:
         if self._is_shared and self.parallel_mode == "row":
             raise NotImplementedError(
                 f"calibrating is True and parallel_mode 'row' with tp_size {self.tp_size}; "
@@ -266,7 +266,7 @@ class LayerNormLinear(OneRankLayerNormLinear):
             )
         super()._record_amaxes(operands, region)
 
-    def _check_amaxes(self, region: autocast.Region) -> None:
+    def _check_amaxes(self, region: scales.Region) -> None:
         """Raises where ranks that share an 8-bit tensor would have scales of their own.
 
         The ranks have agreed on the group, so that it has all of them or none.

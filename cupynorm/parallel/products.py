@@ -24,7 +24,7 @@ from ..linear.quantizers import transposed_factor
 from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization
 from ..nn.dtypes import name_of
-from ..nn.products import Factor, multiply
+from ..nn.quantization import Factor, multiply
 from ..nn.recipes import BlockScaling
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Quantization
@@ -104,7 +104,7 @@ class Products:
         """The factor [in_features, out_features]."""
 
     def multiply(self, a: Any, b: Any, bias: Tensor | None = None, *, fast: bool = True) -> Tensor:
-        """a b^T + bias in the dtype of the call. fast: as for nn.products.multiply."""
+        """a b^T + bias in the dtype of the call. fast: as for nn.quantization.multiply."""
 
     def gradient(self, rows: Tensor, sum_dtype: torch.dtype | None) -> OutputGradient:
         """Of the rows of dy; with their sums if sum_dtype is given."""
