@@ -15,7 +15,7 @@ from cupynorm.check.allowed import half_ulp
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.plan import products
+from cupynorm.plan import product_plan as products
 from cupynorm.plan.devices import DEVICES
 
 H200 = DEVICES["H200"]

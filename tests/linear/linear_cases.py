@@ -16,7 +16,7 @@ from cupynorm.gpu import arrays
 torch = pytest.importorskip("torch")
 
 from cupynorm.linear import one_kernel  # noqa: E402  (imports torch)
-from cupynorm.linear.matrices import join  # noqa: E402
+from cupynorm.linear.operands import join  # noqa: E402
 
 NORMS = ("layer_norm", "rms_norm")
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -132,7 +132,7 @@ def set_linear_parameters(module, problem: LinearProblem) -> None:
     """Gives the parts of a layer's weight and bias the values of a problem."""
     sizes = np.cumsum(module.parameter_split_sizes)[:-1]
     with torch.no_grad():
-        for parts, whole in ((module._weights(), problem.weight), (module._biases(), problem.bias)):
+        for parts, whole in ((module.weights(), problem.weight), (module.biases(), problem.bias)):
             for part, values in zip(parts, () if whole is None else np.split(whole, sizes)):
                 part.copy_(tensor(values, problem.dtype))
 
@@ -141,9 +141,9 @@ def gradients_of(module) -> dict[str, np.ndarray]:
     found = {"dnorm_weight": module.layer_norm_weight.grad}
     if module.layer_norm_bias is not None:
         found["dnorm_bias"] = module.layer_norm_bias.grad
-    found["dweight"] = torch.cat([each.grad for each in module._weights()])
+    found["dweight"] = torch.cat([each.grad for each in module.weights()])
     if module.use_bias:
-        found["dbias"] = torch.cat([each.grad for each in module._biases()])
+        found["dbias"] = torch.cat([each.grad for each in module.biases()])
     return as_float64(found)
 
 

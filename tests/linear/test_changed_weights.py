@@ -95,7 +95,7 @@ def test_weights_that_are_made_of_others(split, change):
             y = layer(x)
             if not is_ours:
                 norm = layer.layer_norm_weight, layer.layer_norm_bias, layer.eps
-                weight, bias = torch.cat(layer._weights()), torch.cat(layer._biases())
+                weight, bias = torch.cat(layer.weights()), torch.cat(layer.biases())
                 y = functional.linear(functional.layer_norm(x, (SIZE,), *norm), weight, bias)
             y.square().sum().backward()
             gradients = [p.grad.clone() for p in layer.parameters() if p.requires_grad]

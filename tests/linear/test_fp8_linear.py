@@ -104,8 +104,8 @@ def test_launches_of_the_kernels(options, recipe, kernels):
     assert sources.count("forward_warp.cu") == (2 if isinstance(recipe, CurrentScaling) else 1)
     if isinstance(recipe, DelayedScaling):
         assert (
-            module._fp8_states["forward"].amax_history[-1, :2] > 0
-        ).all() and module._fp8_states["forward"].scale[0] != 1
+            module._fp8.scales["forward"].amax_history[-1, :2] > 0
+        ).all() and module._fp8.scales["forward"].scale[0] != 1
 
 
 def test_backward_frees_tensors_early(kernels):
@@ -324,7 +324,7 @@ def test_weight_gradients_in_main_grad_and_delayed(delay, fuse):
     options = {"parameters_split": {"q": 40, "k": 32}}
     module, problem = make(fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **options)
     plain, _ = make(**options)
-    for weight in module._weights():
+    for weight in module.weights():
         weight.main_grad = torch.ones(weight.shape)
     for _ in range(2):
         expected = step(plain, problem, CurrentScaling())
@@ -334,13 +334,13 @@ def test_weight_gradients_in_main_grad_and_delayed(delay, fuse):
         module.backward_dw()
     name = "main_grad" if fuse else "grad"
     got = torch.cat(
-        [getattr(weight, name) for weight in module._weights()]
+        [getattr(weight, name) for weight in module.weights()]
     ).double().numpy() - float(fuse)
     # The plain layer adds in bfloat16, main_grad in float32.
     assert relative(got, expected["dweight"]) < 2.0**-8
     assert torch.equal(
-        torch.cat([each.grad for each in module._biases()]),
-        torch.cat([each.grad for each in plain._biases()]),
+        torch.cat([each.grad for each in module.biases()]),
+        torch.cat([each.grad for each in plain.biases()]),
     )
 
 

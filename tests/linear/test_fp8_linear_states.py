@@ -34,7 +34,7 @@ def test_scales_of_each_step():
     )
     with fp8_autocast(recipe=recipe):
         y = module(x)
-        forward, backward = module._fp8_states["forward"], module._fp8_states["backward"]
+        forward, backward = module._fp8.scales["forward"], module._fp8.scales["backward"]
         assert (
             forward.scale.tolist() == [1, 1, 1]
             and forward.amax_history[0, 0] == normalized.abs().max()
@@ -60,7 +60,7 @@ def test_scales_of_each_step():
     assert torch.equal(forward.scale, before[0]) and torch.equal(forward.amax_history, before[1])
     with fp8_autocast(recipe=DelayedScaling(amax_history_len=5)):
         module(x)
-    assert module._fp8_states["forward"].amax_history.shape == (5, 3)
+    assert module._fp8.scales["forward"].amax_history.shape == (5, 3)
 
 
 def test_state_dicts_carry_the_scales():
@@ -84,7 +84,7 @@ def test_state_dicts_carry_the_scales():
     # Strictly, without a state and with another library's.
     del state["_extra_state"]
     other.load_state_dict(state, strict=True)
-    assert not other._fp8_states
+    assert not other._fp8.scales
     with pytest.warns(UserWarning, match="is not cupynorm's"):
         other.load_state_dict(
             state | {"_extra_state": torch.tensor([128, 4], dtype=torch.uint8)}, strict=True
@@ -104,24 +104,24 @@ def test_scales_keep_their_addresses_and_follow_the_layer_to_a_device():
     step(module, problem, recipe)
     state = copy.deepcopy(module.state_dict())
     kept = [
-        tensor for each in module._fp8_states.values() for tensor in (each.scale, each.amax_history)
+        tensor for each in module._fp8.scales.values() for tensor in (each.scale, each.amax_history)
     ]
     expected = [each.clone() for each in kept]
     step(module, problem, recipe)
     assert not torch.equal(kept[1], expected[1])
     module.load_state_dict(state, strict=True)
     again = [
-        tensor for each in module._fp8_states.values() for tensor in (each.scale, each.amax_history)
+        tensor for each in module._fp8.scales.values() for tensor in (each.scale, each.amax_history)
     ]
     assert all(now is before for now, before in zip(again, kept)) and all(
         map(torch.equal, kept, expected)
     )
     module.half()
-    assert {each.scale.dtype for each in module._fp8_states.values()} == {torch.float32} and len(
-        module._fp8_states
+    assert {each.scale.dtype for each in module._fp8.scales.values()} == {torch.float32} and len(
+        module._fp8.scales
     ) == 2
     module.to("meta")
-    assert not module._fp8_states
+    assert not module._fp8.scales
 
 
 def count_weights(monkeypatch) -> list:
@@ -233,9 +233,9 @@ def test_a_step_ended_by_an_exception_leaves_no_trace():
     for layer in (module, twin):
         step(layer, problem, recipe)
     for name in ("forward", "backward"):
-        assert torch.equal(module._fp8_states[name].scale, twin._fp8_states[name].scale)
+        assert torch.equal(module._fp8.scales[name].scale, twin._fp8.scales[name].scale)
         assert torch.equal(
-            module._fp8_states[name].amax_history, twin._fp8_states[name].amax_history
+            module._fp8.scales[name].amax_history, twin._fp8.scales[name].amax_history
         )
 
 

@@ -109,7 +109,7 @@ def test_parameters_and_state_dict(options, names):
     assert [name for name, _ in module.named_parameters()] == names
     assert [name for name in module.state_dict() if name != "_extra_state"] == names
     assert (module.layer_norm_weight == 1).all() and all(
-        (each == 0).all() for each in module._biases()
+        (each == 0).all() for each in module.biases()
     )
     other = LayerNormLinear(24, 16, **options, **CPU)
     other.load_state_dict(module.state_dict(), strict=True)
@@ -120,7 +120,7 @@ def test_parameters_and_state_dict(options, names):
     assert (module.layer_norm_bias is None) == (options.get("normalization") == "RMSNorm")
     if options.get("bias") is False:
         assert all(getattr(module, name).shape == (0,) for name in module.bias_names)
-    assert [len(each) for each in module._weights()] == module.parameter_split_sizes
+    assert [len(each) for each in module.weights()] == module.parameter_split_sizes
     assert (
         sum(module.parameter_split_sizes) == 16
         and module.weight_names == [name for name in names if name.endswith("weight")][1:]
@@ -128,7 +128,7 @@ def test_parameters_and_state_dict(options, names):
 
 
 def lie_together(module) -> bool:
-    weights = module._weights()
+    weights = module.weights()
     return all(
         before.data_ptr() + before.numel() * before.element_size() == after.data_ptr()
         for before, after in zip(weights, weights[1:])
@@ -263,7 +263,7 @@ def test_initial_values_and_their_random_state():
     assert seen == [
         each for size in (8, 4, 4) for each in (("enter", ()), (size, 24), ("leave", ()))
     ]
-    assert all((weight == 2).all() for weight in module._weights())
+    assert all((weight == 2).all() for weight in module.weights())
     seen.clear()
     module.rng_tracker_name = "model-parallel"
     module.reset_parameters()

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
 
 def main_grads(module, dtype=torch.float32, value=0.0):
-    for weight in module._weights():
+    for weight in module.weights():
         weight.main_grad = torch.full(weight.shape, value, dtype=dtype, device=weight.device)
 
 
 def whole(module, name) -> torch.Tensor:
-    return torch.cat([getattr(each, name) for each in module._weights()])
+    return torch.cat([getattr(each, name) for each in module.weights()])
 
 
 def step(module, problem, first=None, dtype="float32", device="cpu"):
@@ -53,9 +53,9 @@ def test_weight_gradients_are_added_to_main_grad(device, split, dtype, main_dtyp
     main_grads(module, main_dtype, 3.0)
     dx = step(module, problem, dtype=dtype, device=device)
     assert torch.equal(dx, step(plain, problem, dtype=dtype, device=device))
-    assert all(each.grad is None for each in module._weights())
+    assert all(each.grad is None for each in module.weights())
     for one, other in zip(
-        (*module._biases(), module.layer_norm_weight), (*plain._biases(), plain.layer_norm_weight)
+        (*module.biases(), module.layer_norm_weight), (*plain.biases(), plain.layer_norm_weight)
     ):
         assert torch.equal(one.grad, other.grad)
     values, allowed, _ = expected(problem)["dweight"]
@@ -227,7 +227,7 @@ def test_delayed_weight_gradients_are_those_of_a_plain_layer(options, fuse):
         step(plain, problem, dtype="float64")
         dx = step(module, problem, dtype="float64")
         assert dx.abs().max() > 0 and not ran
-        assert all(each.grad is None for each in (*module._weights(), *module._biases()))
+        assert all(each.grad is None for each in (*module.weights(), *module.biases()))
     for count in (1, 2):
         module.backward_dw()
         assert len(ran) == count
@@ -235,14 +235,14 @@ def test_delayed_weight_gradients_are_those_of_a_plain_layer(options, fuse):
     torch.testing.assert_close(
         whole(module, name), whole(plain, "grad"), rtol=2.0**-50, atol=2.0**-50
     )
-    for one, other in zip(module._biases(), plain._biases()):
+    for one, other in zip(module.biases(), plain.biases()):
         assert torch.equal(one.grad, other.grad)
     with pytest.raises(RuntimeError, match="no backward has left a weight gradient"):
         module.backward_dw()
-    assert all(each.skip_backward_post_hook for each in (*module._weights(), *module._biases()))
+    assert all(each.skip_backward_post_hook for each in (*module.weights(), *module.biases()))
     plain.backward_dw()  # does nothing
     step(module, problem, dtype="float64")
-    assert not copy.deepcopy(module)._delayed and len(module._delayed) == 1
+    assert not copy.deepcopy(module)._gradients.queue and len(module._gradients.queue) == 1
 
 
 @pytest.mark.parametrize("frozen", (False, True))
@@ -256,7 +256,7 @@ def test_tensors_held_for_a_delayed_gradient(frozen):
     )
     y = module(x)
     y.backward(torch.ones_like(y))
-    rows, make_normalized, *_ = module._delayed[0].args[0]
+    rows, make_normalized, *_ = module._gradients.queue[0].args[0]
     if frozen:
         cells = [cell.cell_contents for cell in make_normalized.__closure__]
         (saved,) = [each for each in cells if isinstance(each, SavedNorm)]
@@ -324,7 +324,7 @@ def test_a_backward_without_a_gradient_of_y_counts_for_backward_dw():
             normalized = module(x)[1]
         normalized.square().sum().backward()
         module.backward_dw()
-        assert module.weight.grad is None and not module._delayed
+        assert module.weight.grad is None and not module._gradients.queue
 
 
 class Named(torch.Tensor):
@@ -381,7 +381,7 @@ def test_splits_in_autocast_of_the_other_16_bit_dtype(return_bias, recipe):
         assert all(each.dtype == torch.bfloat16 for each in results)
         sum(each.float().square().sum() for each in results).backward()
     assert x.grad.abs().sum() > 0 and all(
-        each.grad.dtype == torch.float16 for each in module._weights()
+        each.grad.dtype == torch.float16 for each in module.weights()
     )
     with torch.autocast("cpu", torch.bfloat16):
         expected, mapped = (run(x) for run in (module, torch.func.vmap(module)))
@@ -463,11 +463,11 @@ def test_a_backward_of_the_input_alone_leaves_no_weight_gradient(layer, recipe, 
     (dx,) = torch.autograd.grad(y(), x)
     y().backward(inputs=[x])
     assert torch.equal(x.grad, dx) and dx.any()
-    assert not module._delayed and not module.weight.main_grad.any()
+    assert not module._gradients.queue and not module.weight.main_grad.any()
     y().backward(inputs=[x, module.weight])
     if delay:
         module.backward_dw()
-    assert not module._delayed
+    assert not module._gradients.queue
     gradient = module.weight.grad if delay else module.weight.main_grad
     assert gradient.any() and module.bias.grad is None
     before = gradient.clone()

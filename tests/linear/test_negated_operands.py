@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from cupynorm import LayerNormLinear, Linear  # noqa: E402
 from cupynorm.linear import one_kernel  # noqa: E402
-from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
-from cupynorm.linear.matrices import join  # noqa: E402
+from cupynorm.linear.operands import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
+from cupynorm.linear.operands import join  # noqa: E402
 from cupynorm.plan.devices import DEVICES  # noqa: E402
 
 ROWS, WIDTH, OUT = 3, 64, 32

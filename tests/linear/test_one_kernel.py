@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.linear import fold as folding  # noqa: E402
 from cupynorm.linear import one_kernel  # noqa: E402
-from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
+from cupynorm.linear.operands import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 SIZES = {"num_rows": 130, "in_features": 200, "out_features": 264}
@@ -195,12 +195,12 @@ def test_gradients_of_the_default_are_those_of_the_plain_path(by_folds, way):
     x, found = torch.randn(5, 24), []
     for module in modules:
         rows = x.clone().requires_grad_()
-        for weight in module._weights() if accumulates else ():
+        for weight in module.weights() if accumulates else ():
             weight.main_grad = torch.zeros(weight.shape)
         y = module(rows, is_first_microbatch=is_first)
         y.square().sum().backward()
-        weights = [each.main_grad if accumulates else each.grad for each in module._weights()]
-        biases = [each.grad for each in module._biases()]
+        weights = [each.main_grad if accumulates else each.grad for each in module.weights()]
+        biases = [each.grad for each in module.biases()]
         of_norm = [module.layer_norm_weight.grad, module.layer_norm_bias.grad]
         found.append((y, rows.grad, *weights, *biases, *of_norm))
     assert len(by_folds) == 1

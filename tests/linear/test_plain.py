@@ -105,7 +105,7 @@ def test_distributed_checkpoints_of_scales(steps_of_saver, steps_of_loader, load
     load_checkpoint(saver, loader)
     saved = saver[0].get_extra_state()
     assert torch.equal(loader[0].get_extra_state(), saved)
-    assert bool(saved.numel()) == bool(loader[0]._fp8_states) == (steps_of_saver > 0)
+    assert bool(saved.numel()) == bool(loader[0]._fp8.scales) == (steps_of_saver > 0)
 
 
 @pytest.mark.parametrize("recipe", (None, CurrentScaling()), ids=str)
@@ -193,7 +193,7 @@ def test_the_8_bit_y_of_a_norm_is_used_as_it_is(recipe, monkeypatch):
     cupynorm.rms_norm(twin, IN, norm.weight).backward(reaches)
     assert (x.grad - twin.grad).abs().max() <= 2.0**-20 * twin.grad.abs().max()
     if is_delayed:
-        state = layer._fp8_states["forward"]
+        state = layer._fp8.scales["forward"]
         assert state.scale[0] == 1 and state.scale[1] != 1 and not state.amax_history[:, 0].any()
 
 

@@ -109,7 +109,7 @@ def in_fp8(case: Case, recipe, rank: int, **options) -> None:
         layer.zero_grad()
         single.zero_grad()
     if isinstance(recipe, DelayedScaling):
-        for name, state in layer._fp8_states.items():
+        for name, state in layer._fp8.scales.items():
             assert not (state.scale[:2] == 1).all()
             others = gathered(state.scale.tolist())
             assert all(each == others[0] for each in others), (name, others)
@@ -181,7 +181,7 @@ def a_backward_in_two_parts_is_one_step(case, rank):
             if parts == 2:
                 gradients += torch.autograd.grad(y, weights, dy)
             found.append(gradients)
-        state = layer._fp8_states["backward"]
+        state = layer._fp8.scales["backward"]
         found.append([state.scale, state.amax_history])
     for ones, others in zip(found[:4], found[4:]):
         assert all(map(torch.equal, ones, others))

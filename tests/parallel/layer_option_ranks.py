@@ -189,7 +189,7 @@ def a_backward_of_the_input_alone(case, rank):
         layer.weight.main_grad = torch.zeros_like(layer.weight)
         (dx,) = torch.autograd.grad(layer(x), x, dy)
         assert torch.equal(dx, x.grad)
-        assert not layer.weight.main_grad.any() and not layer._delayed
+        assert not layer.weight.main_grad.any() and not layer._gradients.queue
 
 
 @for_main
