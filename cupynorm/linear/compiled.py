@@ -15,7 +15,7 @@ from torch import Tensor
 from ..gpu import launch
 from ..nn import modes, wrapped
 from ..nn.dtypes import arithmetic, name_of
-from ..norm.launch_choice import margin_of
+from ..norm.request import margin_of
 from ..plan import product_plan
 from . import one_kernel, products
 from .operands import LinearOptions, Operands, concatenate

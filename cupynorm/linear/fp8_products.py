@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import amaxes, autocast, fp8, modes, quantization
+from ..nn import amaxes, autocast, fp8, modes, private, quantization
 from ..nn.dtypes import name_of
 from ..nn.fp8 import Scales
 from ..nn.products import Factor
@@ -28,12 +28,9 @@ from ..nn.recipes import (
     DelayedScaling,
     Recipe,
 )
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from ..norm.request import Quantization
 from .operands import as_rows, join, sum_rows
-
-# Whether the backward that runs may run again.
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Tensors that have a scale, in TransformerEngine's order.
 FORWARD = ("input", "weight", "output")
@@ -242,7 +239,7 @@ def quantizers_of_backward(ctx: Any, quantizers: Quantizers | None) -> Quantizer
         return quantizers
     state = quantizers.states["backward"]
     if ctx.first_backward is None:
-        if _keeps_graph():
+        if private.keeps_graph():  # this backward may run again
             ctx.first_backward = state.num_steps, state.scale.clone()
         return quantizers
     num_steps, scale = ctx.first_backward

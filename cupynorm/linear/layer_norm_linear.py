@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..gpu.arrays import type_in_words
 from ..nn import autograd, by_torch, dtypes, modes, wrapped
 from ..nn.dtypes import name_of, product_dtype
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from .fp8_products import quantizers_of_backward
 from .operands import (
     LinearOptions,

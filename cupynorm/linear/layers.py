@@ -21,7 +21,7 @@ from ..gpu import arrays
 from ..nn import autocast, fp8, modes, wrapped
 from ..nn.dtypes import outside_autocast, product_dtype
 from ..nn.recipes import DelayedScaling
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from . import parameters
 from .fp8_products import Fp8State, as_matrix, fits
 from .layer_norm_linear import check_call, normalize_and_project

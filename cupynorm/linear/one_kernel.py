@@ -33,8 +33,8 @@ from torch import Tensor
 from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
-from ..norm.launch_choice import margin_of
-from ..norm.prepared import FOR_Y
+from ..norm.calls import FOR_Y
+from ..norm.request import margin_of
 from ..plan import product_plan
 from .operands import LinearOptions, Operands, as_rows, check_eps
 

@@ -16,9 +16,8 @@ from ..dtypes import DTYPES
 from ..gpu import arrays
 from ..nn import products
 from ..nn.dtypes import name_of, outside_autocast
-from ..norm import checks, reduce_matrix
-from ..norm.launch_choice import Launch
-from ..norm.request import Array
+from ..norm import checks, quantized
+from ..norm.request import Array, Launch
 
 FUSED = (None, "plain", "kernel")
 
@@ -210,7 +209,7 @@ def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if rows.is_meta or arrays.on_host(rows) or rows.stride(-1) != 1:
         return products.sum_rows(rows, dtype)
-    return reduce_matrix.sum_rows(rows, name_of(dtype))
+    return quantized.sum_rows(rows, name_of(dtype))
 
 
 def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:

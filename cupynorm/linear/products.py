@@ -32,11 +32,11 @@ from ..nn import quantization
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
 from ..nn.recipes import BLOCK_SIZE
-from ..norm import route
-from ..norm.prepared import FOR_STATISTICS, FOR_Y
-from ..norm.quantize import OfNorm, quantize
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm import calls
+from ..norm.calls import FOR_STATISTICS, FOR_Y
+from ..norm.quantized import OfNorm, QuantizedTensor, quantize
 from ..norm.request import (
+    Backward,
     BackwardOperands,
     BackwardOptions,
     BackwardRequest,
@@ -45,7 +45,6 @@ from ..norm.request import (
     ForwardRequest,
     Quantization,
 )
-from ..norm.results import Backward
 from . import one_kernel
 from .fp8_products import Quantizers, transposed_factor
 from .operands import LinearOptions, Operands, as_rows, join, split_like, sum_rows
@@ -553,7 +552,7 @@ def norm(
     """normalized (in dtype), mean, rstd, input + residual. Without a norm: the input in dtype."""
     if not options.has_norm:
         return operands.input.to(dtype), None, None, operands.input
-    return route.forward(forward_request(options, operands, dtype), purpose)[:4]
+    return calls.forward(forward_request(options, operands, dtype), purpose)[:4]
 
 
 def norm_of_rows(
@@ -562,7 +561,7 @@ def norm_of_rows(
     """x_hat, in dtype, and rstd of a matrix, without a weight and a bias."""
     options = LinearOptions(centered, eps, False, False, False, None, None)
     operands = Operands(x, None, None, None, (), ())
-    made = route.forward(forward_request(options, operands, dtype))
+    made = calls.forward(forward_request(options, operands, dtype))
     return made.y, made.rstd
 
 
@@ -587,7 +586,7 @@ def norm_backward(
     if recompute:
         operands = operands._replace(bias=norm_bias)
     names = tuple(name for name, is_wanted in zip(Backward._fields, wanted) if is_wanted)
-    gradients = route.backward(
+    gradients = calls.backward(
         BackwardRequest(
             operands,
             BackwardOptions(
@@ -618,7 +617,7 @@ def norm_in_8_bits(
     """
     leading, rows = operands.input.shape[:-1], as_rows(operands.input)
     request = forward_request(options, operands._replace(input=rows, residual=None), None)
-    quantized, mean, rstd, *_ = route.forward(
+    quantized, mean, rstd, *_ = calls.forward(
         ForwardRequest(
             request.operands._replace(scale=scale, amax=amax),
             request.options._replace(quantization=quantization),

@@ -16,7 +16,8 @@ from ..linear import products as one_rank
 from ..linear.layer_norm_linear import normalize_and_add
 from ..linear.operands import LinearOptions, Operands, as_rows, concatenate, is_fused
 from ..linear.products import Products, Result
-from ..norm.quantized_tensor import QuantizedTensor
+from ..nn import private
+from ..norm.quantized import QuantizedTensor
 
 
 def forward(
@@ -55,8 +56,6 @@ def by_torch(
 
     Its async tensor parallelism may fuse the product with the collective.
     """
-    from torch.distributed import _functional_collectives as collectives
-
     group = sharding.ranks.group
     if sharding.reduces_norm:
         norm_weight, norm_bias = (
@@ -67,7 +66,7 @@ def by_torch(
         operands = Operands(operands.input, None, norm_weight, norm_bias, *parts)
     normalized, _ = normalize_and_add(options, operands)
     if sharding.gathers_input:
-        rows = collectives.all_gather_tensor_autograd(normalized, 0, group)
+        rows = private.functional_collectives().all_gather_tensor_autograd(normalized, 0, group)
     else:
         rows = _Copied.apply(normalized, group.group_name)
     weight, bias = (
@@ -88,6 +87,4 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        functional_collectives = torch.ops._c10d_functional
-        total = functional_collectives.all_reduce(dy.contiguous(), "sum", ctx.name)
-        return functional_collectives.wait_tensor(total), None
+        return private.functional_all_reduce(dy.contiguous(), ctx.name), None

@@ -32,7 +32,7 @@ from ..linear.products import ONE_RANK, OneRank
 from ..nn import autocast, modes
 from ..nn.dtypes import SUPPORTED
 from ..nn.recipes import DelayedScaling
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from . import agreement
 from .ranks import Ranks, group_size
 from .sharding import Sharding
