@@ -185,11 +185,9 @@ def test_hooks_that_change_what_passes(name, hook):
 
 
 @pytest.mark.parametrize("make", (torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam))
-@pytest.mark.parametrize("fused", (None, "kernel"))
-def test_averages_and_optimizers_that_write_in_place(folds, fused, make):
-    """What is made of weights, such as a fold, follows them."""
+def test_averages_and_optimizers_that_write_in_place(make):
     made = []
-    for module in pair("LayerNormLinear", fused=fused):
+    for module in pair("LayerNormLinear"):
         optimizer = make(module.parameters(), 0.01, foreach=True)
         average = swa_utils.AveragedModel(
             module, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True

@@ -34,7 +34,7 @@ from cupynorm import (  # noqa: E402
     LayerNormLinear,
     fp8_autocast,
 )
-from cupynorm.linear import fp8 as fp8_linear  # noqa: E402
+from cupynorm.linear import products as linear_products  # noqa: E402
 from cupynorm.nn import recipes  # noqa: E402
 
 # Each code path: norms, dtypes, saved and returned tensors, splits, and extents that are not
@@ -133,8 +133,8 @@ def test_backward_frees_tensors_early(kernels):
         return multiplied(a, *others, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        multiplied = fp8_linear.multiply
-        patch.setattr(fp8_linear, "multiply", multiply)
+        multiplied = linear_products.multiply
+        patch.setattr(linear_products, "multiply", multiply)
         torch.autograd.grad(y, (x, *layer.parameters()), dy)
     assert held == [(2, 1), (1, 2)]  # x; then x, and dx in the memory of d normalized
 

@@ -164,7 +164,7 @@ def test_microbatches_share_a_quantised_weight(monkeypatch):
         )
         < 2.0**-7
     )
-    assert module.float()._fp8_weight is None
+    assert module.float()._fp8.weight is None
 
 
 def test_a_kept_weight_is_not_used_by_another_recipe(monkeypatch):
