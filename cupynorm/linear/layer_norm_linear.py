@@ -92,17 +92,7 @@ def layer_norm_linear(
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit.
     """
-    return _call(
-        (input, residual, norm_weight, norm_bias, weight, bias),
-        return_residual,
-        "layer_norm",
-        eps=eps,
-        zero_centered_weight=zero_centered_weight,
-        return_normalized=return_normalized,
-        save_normalized=save_normalized,
-        fused=fused,
-        sm_margin=sm_margin,
-    )
+    return _call("layer_norm", **locals())
 
 
 def rms_norm_linear(
@@ -134,24 +124,23 @@ def rms_norm_linear(
     Returns y [..., out_features], or a tuple that begins with it, as layer_norm_linear, and raises
     as it.
     """
-    return _call(
-        (input, residual, norm_weight, norm_bias, weight, bias),
-        return_residual,
-        "rms_norm",
-        eps=eps,
-        zero_centered_weight=zero_centered_weight,
-        return_normalized=return_normalized,
-        save_normalized=save_normalized,
-        fused=fused,
-        sm_margin=sm_margin,
-    )
+    return _call("rms_norm", **locals())
 
 
 def _call(
-    tensors: tuple[Tensor | None, ...], return_residual: bool, norm: str, **options: Any
+    norm: str,
+    *,
+    input: Any,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    return_residual: bool,
+    sm_margin: int | Mapping[str, int],
+    **options: Any,
 ) -> Any:
-    """tensors: input, residual, norm_weight, norm_bias, weight, bias. norm: the function's name."""
-    input, residual, norm_weight, norm_bias, weight, bias = tensors
+    """norm: the function's name. options: fields of LinearOptions."""
     if not isinstance(input, Tensor):
         raise TypeError(
             f"input is {type_in_words(input)}; expected a torch tensor. For other arrays call "
@@ -159,21 +148,14 @@ def _call(
         )
     biases = () if bias is None else (bias,)
     operands = Operands(input, residual, norm_weight, norm_bias, (weight,), biases)
-    fused, return_normalized = options["fused"], options["return_normalized"]
-    options = LinearOptions(
-        norm == "layer_norm",
-        options["eps"],
-        bool(options["zero_centered_weight"]),
-        return_normalized,
-        options["save_normalized"] and not is_fused(fused),
-        fused,
-        launch_of(options["sm_margin"]),
-        product_dtype(input),
-    )
+    options["save_normalized"] = options["save_normalized"] and not is_fused(options["fused"])
+    options["zero_centered_weight"] = bool(options["zero_centered_weight"])
+    launch, dtype = launch_of(sm_margin), product_dtype(input)
+    options = LinearOptions(norm == "layer_norm", launch=launch, dtype=dtype, **options)
     y, normalized, added = normalize_and_project(Products(options), operands)
-    if not return_normalized and not return_residual:
+    if not options.return_normalized and not return_residual:
         return y
-    results = (normalized,) if return_normalized else ()
+    results = (normalized,) if options.return_normalized else ()
     return y, *results, *((added,) if return_residual else ())
 
 

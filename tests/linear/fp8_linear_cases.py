@@ -81,7 +81,7 @@ def step(module, problem, recipe, first=None, **options) -> dict[str, np.ndarray
     """y and the gradients of one forward and backward. Gradients of parameters accumulate."""
     device = module.layer_norm_weight.device
     x = tensor(problem.x, problem.dtype, device, grad=True)
-    with fp8_autocast(recipe=recipe):
+    with fp8_autocast(recipe is not None, recipe):
         results = module(x, is_first_microbatch=first, **options)
     y, *others = results if isinstance(results, tuple) else (results,)
     y.backward(tensor(problem.dy, problem.dtype, device))

@@ -318,32 +318,6 @@ def test_tensors_saved_for_backward():
         assert sum(seen.values()) == 96 * 32 + 2 * 64 * 4 + 2 * 4 + extra
 
 
-@pytest.mark.parametrize("fuse", (False, True))
-@pytest.mark.parametrize("delay", (False, True))
-def test_weight_gradients_in_main_grad_and_delayed(delay, fuse):
-    options = {"parameters_split": {"q": 40, "k": 32}}
-    module, problem = make(fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **options)
-    plain, _ = make(**options)
-    for weight in module.weights():
-        weight.main_grad = torch.ones(weight.shape)
-    for _ in range(2):
-        expected = step(plain, problem, CurrentScaling())
-        step(module, problem, CurrentScaling())
-    for _ in range(2 * delay):
-        assert (module.q_weight.main_grad == 1).all() or not delay or fuse
-        module.backward_dw()
-    name = "main_grad" if fuse else "grad"
-    got = torch.cat(
-        [getattr(weight, name) for weight in module.weights()]
-    ).double().numpy() - float(fuse)
-    # The plain layer adds in bfloat16, main_grad in float32.
-    assert relative(got, expected["dweight"]) < 2.0**-8
-    assert torch.equal(
-        torch.cat([each.grad for each in module.biases()]),
-        torch.cat([each.grad for each in plain.biases()]),
-    )
-
-
 def test_fp8_output_and_gradient():
     module, problem = make()
     x = tensor(problem.x)

@@ -244,6 +244,34 @@ def test_delayed_weight_gradients_are_those_of_a_plain_layer(options, fuse):
     assert not copy.deepcopy(module)._gradients.queue and len(module._gradients.queue) == 1
 
 
+@pytest.mark.parametrize("fuse, delay", ((True, False), (False, True), (True, True)))
+@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("kind", (LayerNormLinear, cupynorm.Linear))
+def test_each_layer_has_the_gradients_of_a_plain_one(kind, recipe, fuse, delay):
+    """Sums in float32, in another order."""
+    torch.manual_seed(0)
+    module = kind(100, 31, fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **CPU)
+    plain, made = kind(100, 31, **CPU), []
+    plain.load_state_dict(module.state_dict())
+    module.weight.main_grad = torch.ones(31, 100)
+    for each in (module, plain):
+        torch.manual_seed(1)
+        x = torch.randn(37, 100, requires_grad=True)
+        for factor in (1.0, 2.0):
+            with cupynorm.fp8_autocast(recipe is not None, recipe):
+                y = each(factor * x)
+            y.backward(torch.randn(37, 31))
+        assert not delay or each is plain or each.bias.grad is None
+        for _ in range(2):
+            each.backward_dw()
+        made.append([x.grad, each.bias.grad, each.weight.grad])
+    if fuse:
+        assert made[0][2] is None
+        made[0][2] = module.weight.main_grad - 1
+    for got, right in zip(*made):
+        assert (got - right).abs().max() <= 2.0**-18 * right.abs().max()
+
+
 @pytest.mark.parametrize(
     "written", ("the gradient of y", "the normalised tensor", "the input", "the norm's weight")
 )

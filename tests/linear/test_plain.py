@@ -108,27 +108,6 @@ def test_distributed_checkpoints_of_scales(steps_of_saver, steps_of_loader, load
     assert bool(saved.numel()) == bool(loader[0]._fp8.scales) == (steps_of_saver > 0)
 
 
-@pytest.mark.parametrize("recipe", (None, CurrentScaling()), ids=str)
-@pytest.mark.parametrize("fuse", (False, True))
-def test_weight_gradients_in_main_grad_and_delayed(fuse, recipe):
-    layer, plain = make(fuse_wgrad_accumulation=fuse, delay_wgrad_compute=True), make()
-    layer.weight.main_grad = torch.ones(OUT, IN)
-    made = []
-    for each in (layer, plain):
-        x = draw(NUM_ROWS, IN).requires_grad_()
-        with fp8_autocast(enabled=recipe is not None, recipe=recipe):
-            y = each(x)
-        y.backward(draw(NUM_ROWS, OUT, seed=1))
-        made.append((y, x.grad))
-    assert layer.weight.grad is None and layer.weight.skip_backward_post_hook
-    layer.backward_dw()
-    got = layer.weight.main_grad - 1 if fuse else layer.weight.grad
-    allowed = 2.0**-20 * plain.weight.grad.abs().max()
-    assert (got - plain.weight.grad).abs().max() <= allowed
-    for got, expected in (*zip(*made), (layer.bias.grad, plain.bias.grad)):
-        assert (got - expected).abs().max() <= 2.0**-20 * expected.abs().max()
-
-
 @pytest.mark.parametrize("kind", (Linear, cupynorm.LayerNormLinear))
 def test_weight_gradients_of_meta_tensors_are_in_main_grad_too(kind):
     layer = kind(8, 4, device="meta", fuse_wgrad_accumulation=True)
@@ -224,23 +203,6 @@ def test_layers_in_a_row_hand_8_bits_on():
         values(second.weight, CurrentScaling()).T,
         second.bias.detach().double().numpy(),
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", (DelayedScaling(amax_history_len=2), BlockScaling()))
-def test_compiled(recipe):
-    layer, made = make(), []
-    twin = copy.deepcopy(layer)
-    compiled = torch.compile(twin, backend="aot_eager")
-    for run, each in ((layer, layer), (compiled, twin)):
-        for _ in range(2):
-            x = draw(NUM_ROWS, IN).requires_grad_()
-            each.zero_grad()
-            with fp8_autocast(recipe=recipe):
-                y = run(x)
-            y.backward(draw(NUM_ROWS, OUT, seed=1))
-        made.append((y, x.grad, each.weight.grad, each.bias.grad, run(x)))
-    assert all(map(torch.equal, *made))
 
 
 def test_wrong_calls_are_refused():

@@ -68,25 +68,8 @@ def parts_of_the_weight(case, rank):
 
 
 @for_main
-def float64_input(case, rank):
-    run(case._replace(dtype="float64"), rank, problem_of(case._replace(dtype="float64")))
-
-
-@for_main
 def a_checkpoint_runs_the_layer_again(case, rank):
     run(case, rank, problem_of(case), lambda layer, x: checkpoint(layer, x, use_reentrant=False))
-
-
-@for_main
-def compiled(case, rank):
-    """A column-parallel layer is in one graph. A row-parallel one breaks it."""
-
-    def call(layer, x):
-        torch._dynamo.reset()
-        fullgraph = case.mode == "column"
-        return torch.compile(layer, backend="aot_eager", fullgraph=fullgraph)(x)
-
-    run(case, rank, problem_of(case), call)
 
 
 @check
