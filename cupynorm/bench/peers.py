@@ -22,7 +22,7 @@ from .. import functional as ours
 from .. import reference
 from ..dtypes import EIGHT_BITS, compute_dtype
 from ..nn import recipes
-from ..nn.autocast import fp8_autocast
+from ..nn.scales import fp8_autocast
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Launch, Quantize
 from ..parallel.module import LayerNormLinear
