@@ -56,9 +56,9 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .plan.devices import DEVICES as DEVICES
     from .plan.devices import Device as Device
     from .plan.dispatch import Plan as Plan
-    from .plan.functors import Functor as Functor
-    from .plan.functors import FunctorError as FunctorError
-    from .plan.functors import functor as functor
+    from .plan.functor_text import Functor as Functor
+    from .plan.functor_text import FunctorError as FunctorError
+    from .plan.functor_text import functor as functor
     from .plan.problem import Tile as Tile
     from .plan.strategies import STRATEGIES as STRATEGIES
 
@@ -80,7 +80,7 @@ _WITHOUT_TORCH = {
     "norm.tiles": "use_tiles",
     "plan.devices": "DEVICES Device",
     "plan.dispatch": "Plan",
-    "plan.functors": "functor Functor FunctorError",
+    "plan.functor_text": "functor Functor FunctorError",
     "plan.problem": "Tile",
     "plan.strategies": "STRATEGIES",
     "check.gradient_check": "check",

@@ -15,7 +15,7 @@ from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.quantize import QuantizeOptions, quantize_call
 from cupynorm.norm.reduce_matrix import reduce_matrix_call
-from cupynorm.plan.matrices import update_scales_launch
+from cupynorm.plan.grids import update_scales_launch
 
 
 class Matrix(NamedTuple):

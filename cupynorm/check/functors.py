@@ -27,7 +27,7 @@ from ..norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors, summed
 from ..norm.launch_choice import Launch
 from ..norm.request import BackwardOptions, ForwardOptions
 from ..plan.dispatch import Plan
-from ..plan.functors import ROLES, BoundFunctor, Functor
+from ..plan.functor_text import ROLES, BoundFunctor, Functor
 from .allowed import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
 from .diagnosis import UNKNOWN, Diagnosis, described

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..norm.checks import check_eps
 from ..norm.options import dtype_name, names_what_was_removed
-from ..plan.functors import BoundFunctor, Functor
+from ..plan.functor_text import BoundFunctor, Functor
 from ..plan.problem import NormName
 from ..plan.strategies import StatisticsName, StrategyName
 from . import functors as functor_check

@@ -20,7 +20,7 @@ from ..norm.functors import with_seeds
 from ..norm.options import dtype_name
 from ..norm.quantized_tensor import arranged, as_quantized_tensor, scale_shape
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, replaced
-from ..plan.functors import BoundFunctor, Functors
+from ..plan.functor_text import BoundFunctor, Functors
 from ..plan.problem import cols_of_scale
 from . import modes
 from . import quantization as of_torch

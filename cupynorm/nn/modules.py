@@ -20,7 +20,7 @@ from ..norm.launch_choice import Launch, checked_launch
 from ..norm.options import extents_of, names_what_was_removed, refuse_keywords
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
-from ..plan.functors import BoundFunctor, Functors, Fuse
+from ..plan.functor_text import BoundFunctor, Functors, Fuse
 from . import amaxes, autocast, fp8, wrapped
 from .dtypes import name_of
 from .modes import is_recorded, is_transformed, learns_shapes, run_untraced

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
-from ..plan.functors import Fuse
+from ..plan.functor_text import Fuse
 from .launch_choice import Launch
 from .options import names_what_was_removed
 from .request import Array

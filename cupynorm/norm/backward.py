@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..plan.functors import Fuse
+from ..plan.functor_text import Fuse
 from .functors import bind_functors
 from .launch_choice import Launch, checked_launch
 from .options import extents_of, gradient_names, names_what_was_removed

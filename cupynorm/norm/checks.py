@@ -12,7 +12,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import arrays
-from ..plan.functors import Functors
+from ..plan.functor_text import Functors
 from .checked_forward import dtype_or_none
 from .functors import check_shape, with_seeds
 from .options import check_gradients, dtype_name

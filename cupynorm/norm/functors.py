@@ -15,7 +15,7 @@ import numpy as np
 from ..dtypes import compute_dtype
 from ..gpu import arrays, nvrtc
 from ..gpu.arrays import Rows, View
-from ..plan.functors import (
+from ..plan.functor_text import (
     BoundFunctor,
     Functor,
     Functors,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..gpu import arrays, launch
-from ..plan.functors import BoundFunctor, Functor, FusedPart, struct_text
+from ..plan.functor_text import BoundFunctor, Functor, FusedPart, struct_text
 
 _FLOAT64 = "float64"
 _THREADS = 32

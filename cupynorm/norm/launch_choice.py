@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from ..gpu import arrays
+from ..plan.model import check_path
 from ..plan.problem import PATHS, Tile
 from ..plan.strategies import StatisticsName, StrategyName, check_choice
-from ..plan.tile_checks import check_path
 
 _TILE_FIELDS = tuple(each.name for each in fields(Tile))
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
-from ..plan.functors import Functors
+from ..plan.functor_text import Functors
 from .arguments import Call
 from .functors import PlacedFunctors, place_all
 from .request import Array

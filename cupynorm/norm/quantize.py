@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..gpu import arrays, launch
-from ..plan.matrices import quantize_launch, update_scales_launch
+from ..plan.grids import quantize_launch, update_scales_launch
 from .arguments import (
     Address,
     Call,

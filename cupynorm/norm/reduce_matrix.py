@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from ..plan.devices import Device
-from ..plan.matrices import reduce_matrix_launch
+from ..plan.grids import reduce_matrix_launch
 from .arguments import Address, Call, layout_of, row_words
 from .cache import keep, matrices
 from .on_gpu import PreparedMatrixCall, rows_of

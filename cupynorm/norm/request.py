@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any, NamedTuple
 
-from ..plan.functors import Functors
+from ..plan.functor_text import Functors
 from .launch_choice import Launch
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__

@@ -28,8 +28,8 @@ from .cache import forget
 
 # Modules that decide a tile.
 _DECIDING = (
-    *("abilities", "devices", "dispatch", "few_rows", "functors", "grids", "instances"),
-    *("measured", "paths", "problem", "strategies", "tile_checks", "tile_model"),
+    *("devices", "dispatch", "functor_text", "grids", "instances", "measured", "model"),
+    *("problem", "strategies"),
 )
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from . import abilities, dispatch, paths
+from . import dispatch, model
 from .devices import Device
 from .instances import Choice
+from .model import blocks_that_fit, shaped
 from .problem import Problem, Tile, cols_of_slice
-from .tile_model import blocks_that_fit, shaped
 
 # Candidates of one problem, at most: this many compile in 15 seconds, sooner in several processes.
 _MOST = 48
@@ -98,19 +98,19 @@ def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """
     pack_size, itemsize = problem.widest_pack, problem.itemsize
     aligned = pack_size * itemsize >= 16
-    if (aligned and itemsize > 2) or not abilities.can_bundle(problem, device):
+    if (aligned and itemsize > 2) or not model.can_bundle(problem, device):
         return
     if aligned:
         pack_size = 4 if problem.forward else 2  # rows of a bundle begin on 8 bytes, or on 4
     for strategy, tile in _shapes(problem, device, pack_size):
         if strategy == "warp" and tile.elements <= 96:
-            if bundled := paths.with_bundles(problem, device, tile):
+            if bundled := model.with_bundles(problem, device, tile):
                 yield from ((strategy, replace(bundled, stages=stages)) for stages in (2, 3, 4))
 
 
 def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """A multiprocessor works on several rows: forward in a block each, backward in one block."""
-    for stages in (2, 3, 4, 5) if abilities.can_ring(problem, device) else ():
+    for stages in (2, 3, 4, 5) if model.can_ring(problem, device) else ():
         for strategy, tile in _shapes(problem, device):
             if strategy == "warp" or tile.elements > 64:
                 continue
@@ -140,6 +140,6 @@ def _estimated_speed(problem: Problem, choice: Choice) -> float:
     """
     tile = choice.tile
     if tile.path == "ring":
-        return paths.ring_share(problem, tile)
+        return model.ring_share(problem, tile)
     row_bytes = cols_of_slice(problem, tile) * problem.itemsize
-    return min(1.0, choice.resident * tile.rows_per_block * row_bytes / paths.ENOUGH_BYTES)
+    return min(1.0, choice.resident * tile.rows_per_block * row_bytes / model.ENOUGH_BYTES)

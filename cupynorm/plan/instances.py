@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..dtypes import DTYPES, ELEMENTS
+from .model import keeps_sums
 from .problem import Problem, Tile
-from .tile_model import keeps_sums
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from ..dtypes import DTYPES, ELEMENTS
-from .functors import Fused
+from .functor_text import Fused
 
 # How a row travels between its uses (Path in cuda_src/tile/tile.cuh), by strategy.
 PATHS_OF_STRATEGY = {

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .abilities import streamed
 from .devices import Device
-from .paths import (
+from .model import (
     ENOUGH_BYTES,
     block_tile,
     bundle_tile,
@@ -20,6 +19,7 @@ from .paths import (
     lanes_tile,
     ring_tile,
     smem_tile,
+    streamed,
     uncached_tile,
 )
 from .problem import Problem, Tile

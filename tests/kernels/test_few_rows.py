@@ -11,7 +11,7 @@ from kernel_checks import check
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.run import run_kernels
 from cupynorm.norm.plans import plan
-from cupynorm.plan import dispatch, few_rows
+from cupynorm.plan import dispatch, grids
 
 ONE_LAUNCH = "backward_few.cu"
 BACKWARDS = {
@@ -92,7 +92,7 @@ def test_early_parameters_change_no_bits(case, where, monkeypatch):
         patch.setattr(
             dispatch,
             "for_few_rows",
-            lambda *given: tiles.append(few_rows.for_few_rows(*given)) or given[3],
+            lambda *given: tiles.append(grids.for_few_rows(*given)) or given[3],
         )
         late = run_kernels(random_problem(case), where)
     assert tiles[0].early == 1

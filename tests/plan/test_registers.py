@@ -11,13 +11,13 @@ import pytest
 from tile_problems import A100, H200, QUANTIZED, RTX_4090, RTX_5090, backward, forward
 
 from cupynorm.dtypes import DTYPES
-from cupynorm.plan import tile_model
+from cupynorm.plan import model
+from cupynorm.plan.model import blocks_that_fit, registers_of_thread, warps_that_fit
 from cupynorm.plan.problem import SCALINGS, Tile
-from cupynorm.plan.tile_model import blocks_that_fit, registers_of_thread, warps_that_fit
 
 
 def register_rows() -> list[dict[str, str]]:
-    with (Path(tile_model.__file__).parent / "registers.csv").open(encoding="utf-8") as file:
+    with (Path(model.__file__).parent / "registers.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 

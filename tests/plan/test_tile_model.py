@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from tile_problems import H200, forward
 
+from cupynorm.plan.model import RESERVED_BYTES, fits_smem, shaped
 from cupynorm.plan.problem import Tile
-from cupynorm.plan.tile_model import RESERVED_BYTES, fits_smem, shaped
 
 
 def test_shared_memory_that_fits():
