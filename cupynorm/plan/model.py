@@ -11,12 +11,11 @@ checks      whether a caller's tile fits: each raises a ValueError that explains
 
 from __future__ import annotations
 
-import csv
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
-from itertools import combinations, product
-from pathlib import Path
+from functools import lru_cache
+from itertools import product
 
 from ..dtypes import DTYPES
 from .devices import Device
@@ -151,60 +150,94 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     return scratch + sum(ceil_div(slice_cols * size, 16) * 16 for size in kept)
 
 
-@cache
-def _register_table() -> dict[tuple[str, str], tuple[float, float]]:
-    """The registers that words add, fixed and for each element: upper bounds without spills."""
-    with (Path(__file__).parent / "registers.csv").open(encoding="utf-8", newline="") as file:
-        _, *rows = csv.reader(file)
-        return {(kind, words): (float(fixed), float(each)) for kind, words, fixed, each in rows}
-
-
-@lru_cache(maxsize=1024)
-def _registers_of_words(kind: str, words: frozenset[str]) -> tuple[float, float]:
-    """The sums over the words, and over each two and each three of them in their order."""
-    table = _register_table()
-    groups = (group for size in (1, 2, 3) for group in combinations(sorted(words), size))
-    names = [(kind, " ".join(group)) for group in groups]
-    fixed, each = zip(*(table[name] for name in names if name in table))
-    return sum(fixed), sum(each)
-
-
 def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
-    """An upper bound of the registers that a thread needs without spills: a line of registers.csv.
+    """An upper bound of the registers that a thread needs without spills.
 
-    Its words are the dtype of x, what is fused, and what follows here of the tile and the device.
+    A thread has a fixed number, some for each element of its row, and some for what is fused.
+    Architectures other than sm_90 need a few more.
     """
-    itemsize, kind = problem.itemsize, problem.direction
-    small = tile.pack_size * itemsize < (8 if tile.path == "bundle" else 16)
-    words = {problem.x, *problem.extras, f"sm_{device.compute_capability // 10 * 10}"}
-    words |= {"weight64"} if problem.weight == "float64" and itemsize < 8 else set()
-    words |= {"single" if tile.pack_size == 1 else "small"} if small else set()
-    words |= {f"over {count}" for count in (24, 32, 40) if tile.elements > count}
-    if tile.path in ("ring", "bundle"):
-        kind += f" {tile.path}"
-        words |= {"one lane"} if tile.threads_per_row == 1 else set()
-        words |= {"lanes"} if 1 < tile.threads_per_row < 32 else set()
-    else:
-        words |= {"lanes"} if tile.rows_per_block > 1 else set()
-        kind += " to 8 bits" * (is_only_quantized(problem) and tile.cluster_size == 1)
-        # If no pack is beyond the row's end, there are no bounds to check.
-        few_lanes = tile.threads_per_row <= 4 and tile.elements == 16
-        bare = kind == "forward" and itemsize == 2 and device.compute_capability >= 90
-        long = 32 < tile.threads_per_row <= 512 and tile.elements >= 32
-        bare = bare and not problem.extras and (few_lanes or long)
-        if tile.exact and tile.elements <= 48 and (bare or " to " in kind):
-            words.add("exact")
-    fixed, each = _registers_of_words(kind, frozenset(words))
+    of_path = _registers_of_copied if tile.path in ("ring", "bundle") else _registers_of_loaded
+    fixed, each = of_path(problem, device.compute_capability // 10, tile)
     # Forward, threads of rings and bundles keep their parameters, as do those that load them early.
-    kept = [problem.weight, problem.bias]
-    sizes = [DTYPES[name].itemsize for name in kept if name]
-    if kind == "forward ring" or tile.early:
+    sizes = [DTYPES[name].itemsize for name in (problem.weight, problem.bias) if name]
+    if problem.forward and (tile.path == "ring" or tile.early):
         each += sum(max(size, 4) if tile.pack_size == 1 else size for size in sizes) / 4
-    if tile.path == "bundle":
-        wider = sum(size - 2 for size in sizes)
-        each += (0.27 if problem.forward else 0.5) * wider
-        fixed -= wider / 2 * problem.forward
+    elif tile.path == "bundle":
+        each += (0.27 if problem.forward else 0.5) * sum(max(0, size - 2) for size in sizes)
     return int(fixed + each * tile.elements)
+
+
+def _registers_of_copied(problem: Problem, sm: int, tile: Tile) -> tuple[float, float]:
+    """Fixed and for each element, of a thread whose rows the copy engine fetches."""
+    fused, elements, residual = problem.extras, tile.elements, problem.residual
+    single, one_lane = tile.pack_size == 1, tile.threads_per_row == 1
+    finds_scale = bool(fused & {"row", "block"})
+    if tile.path == "ring" and problem.forward:
+        fixed = 104 + 32 * ("store" in fused) + 24 * finds_scale * (1 + residual) + 8 * (sm == 12)
+        if single and elements > 40:
+            fixed += 75 * residual + ("row" in fused) * max(0, 1.5 * elements - 56)
+        return fixed, 0
+    if tile.path == "ring":
+        return 60 - 20 * (elements > 40 and not single), 3.375 + 0.75 * single
+    fixed = 37 + 8 * (sm == 10) + 16 * (sm == 12)
+    if not problem.forward:
+        if problem.dsum:
+            few_lanes = tile.threads_per_row < 32
+            fixed += 28 * (elements > 32) if one_lane else 20 * few_lanes
+        return fixed, 5.2 if problem.x == "float16" else 4.7
+    is_small = tile.pack_size * problem.itemsize < 8 and 1 < tile.threads_per_row < 32
+    fixed += is_small * (7 + 20 * (problem.has_wide_parameters or problem.itemsize == 4))
+    fixed += residual * (24 + 12 * one_lane + max(0, elements - 24))
+    return fixed, 1.9 + 0.25 * one_lane
+
+
+def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, float]:
+    """Fixed and for each element, of a thread that loads its part of a row itself."""
+    fused, elements, itemsize = problem.extras, tile.elements, problem.itemsize
+    wide, double, long = "wide" in fused, problem.compute == "float64", elements > 40
+    single = tile.pack_size == 1 and not double
+    small = tile.pack_size * itemsize < 16 and not single
+    if not problem.forward:
+        each = 11.6 if double else 5.25 + 0.25 * (sm > 9 and problem.x == "bfloat16")
+        each += 0.35 * (sm != 9) * (1 + (problem.x == "float16")) + 1.5 * single + 1.8 * small
+        each += wide * (0.8 if itemsize == 4 else 0.25) + 0.5 * (problem.dsum == "float32")
+        each += 1.2 * (sm == 12 and bool(problem.recomputed))
+        fixed = 36 + 8 * single + 40 * (sm == 10 and elements > 24) + 8 * bool(problem.recomputed)
+        fixed += bool(problem.dsum) * (6 + 2 * (sm != 9) + 16 * (elements > 32))
+        fixed += 16 * bool(fused & {"dresidual", "input"})
+        return fixed + (24 * ("load" in fused) + 72 * ("store" in fused)) * (1 + double), each
+    finds_scale, lanes = bool(fused & {"row", "block"}), tile.rows_per_block > 1
+    if is_only_quantized(problem) and tile.cluster_size == 1:
+        if not finds_scale:
+            return min(32 - 8 * (40 < elements < 64), 128 - elements), 1.0
+        fixed = (
+            47.5
+            - 16 * tile.exact
+            + 8 * (sm != 9)
+            + ("block" in fused and lanes) * (8 + 22 * (elements > 32))
+        )
+        return fixed, 1.26
+    each = {2: 1.0, 4: 1.25, 8: 2.5}[itemsize] + 1.5 * single + small * wide
+    each += small * lanes * (elements > 32) + 0.15 * (long and itemsize == 2)
+    fixed = (
+        40 + 8 * single + small * (6 + 2 * max(0, elements - 32)) + 14 * (lanes and elements > 32)
+    )
+    fixed += 8 * wide + 8 * problem.residual * (1 + (elements > 24)) + 16 * ("input" in fused)
+    fixed += 8 * (sm == 8) * ((elements > 24) + wide + (problem.residual and single)) + 40 * (
+        "store" in fused
+    ) * (1 + double)
+    fixed += (24 + 16 * long + 32 * single) * ("load" in fused) * (1 + double)
+    if problem.scaling and problem.scaling != "given":
+        each += 0.25 * finds_scale * (1 + (itemsize > 2)) + 1.5 * (single and sm == 8)
+        fixed += 8 + 16 * finds_scale + 8 * (sm > 9) + 32 * long
+        fixed += 24 * single * finds_scale + 32 * problem.residual * (single or small or wide)
+    elif problem.scaling:
+        fixed += 8 * (small and elements > 24)
+    # If no pack is beyond the row's end, there are no bounds to check.
+    if tile.exact and elements <= 48 and itemsize == 2 and sm >= 9 and not fused:
+        fixed -= 16 * (tile.threads_per_row <= 4 and elements == 16)
+        fixed -= 8 * (32 < tile.threads_per_row <= 512 and elements >= 32 and not small)
+    return fixed, each
 
 
 def warps_that_fit(device: Device, registers: int) -> int:
@@ -249,6 +282,10 @@ _LANE_BYTES = {2: 80, 4: 64, 8: 64}
 _WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536, 4: 2048, 8: 2048}}
 # The same for 16-bit rows to 8 bits. Wider rows get blocks of one warp, which wait for no other.
 _QUANTIZED_WARP_BYTES = 1792
+# With a scale that is known, by the bytes of a row up to these: the most elements of a thread, the
+# wanted ones, and the bytes in flight that are enough.
+_QUANTIZED_BYTES = (_QUANTIZED_WARP_BYTES, 16 * 1024)
+_QUANTIZED_TILES = ((56, 40, ENOUGH_BYTES), (64, 64, 80 * 1024), (104, 64, 80 * 1024))
 
 # Threads of all rings of a multiprocessor: with more, each has too few registers for its elements.
 _RING_THREADS = 384
@@ -265,19 +302,22 @@ _TURN_BYTES, _CLUSTER_TURN_BYTES = 20 * 1024, 28 * 1024
 
 # _ROW_COST: the fixed instructions of a row cost a thread as much as 10 elements, plus 2 for each
 # doubling of the cluster. _RATE: the elements at a time from which memory is the bottleneck.
+# Forward, the share that a cluster loses whose blocks are alone on a multiprocessor: nothing hides
+# the turn in which they exchange sums.
+_ALONE = 0.04
 _ROW_COST, _RATE = 10, {"forward": 3.2, "backward": 2.8}
 
-# The most 2-byte elements in a thread of a bundle, by lanes of a row. One lane a row may have many:
-# such lanes have no bank conflicts in shared memory.
+# The most 2-byte elements in a thread of a bundle, by lanes of a row. One lane a row may have many,
+# without bank conflicts in shared memory. 4 lanes are for packs of several elements.
 _BUNDLE_ELEMENTS = {
-    "forward": {1: 64, 8: 20, 16: 32, 32: 80},
+    "forward": {1: 68, 4: 28, 8: 20, 16: 32, 32: 80},
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
 
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
-# many cache lines twice.
-_BUNDLE_WARPS = {"forward": (4,), "backward": (12, 8)}
-_BUNDLE_BYTES = {4: 4800, 8: 8192, 12: 6656}
+# many cache lines twice. Backward, 8 warps are better for 3 tensors, and for long threads.
+_BUNDLE_BYTES = {4: 4800, 8: 9216, 12: 6656}
+_LONG_BUNDLE_ELEMENTS = 18
 
 
 def in_flight(problem: Problem, tile: Tile) -> int:
@@ -301,16 +341,21 @@ def register_tile(
     """
     # Each single element takes an address and a register.
     most = most_bytes // (8 if problem.widest_pack == 1 else problem.itemsize)
+    enough, wanted = ENOUGH_BYTES, 54 if problem.scaling else 48
+    if problem.scaling in ("given", "tensor") and not problem.store:
+        wanted = 64
+        if is_only_quantized(problem):
+            row_bytes = problem.num_cols * problem.itemsize
+            at = bisect_left(_QUANTIZED_BYTES, row_bytes)
+            most, wanted, enough = _QUANTIZED_TILES[at]
 
     def score(tile: Tile) -> tuple[float, int]:
         moving = in_flight(problem, tile)
         # Blocks of a cluster wait for one another, so more bytes are always better for them.
-        counted = moving if tile.cluster_size > 1 else min(moving, ENOUGH_BYTES)
+        counted = moving if tile.cluster_size > 1 else min(moving, enough)
         fit = filled(problem, tile) * (1.0 if tile.exact else 0.9)
         few = moving < ENOUGH_BYTES or tile.blocks_per_sm == 1
         long = problem.scaling is not None or (problem.forward and few)
-        one_scale = problem.scaling in ("given", "tensor") and not problem.store
-        wanted = 64 if one_scale else 54 if problem.scaling else 48
         return counted * fit, -abs(tile.elements - wanted) if long else tile.threads_per_row
 
     short = [tile for tile in shapes if tile.elements <= max(most, tile.pack_size)]
@@ -406,13 +451,12 @@ def _rings(problem: Problem, device: Device, sizes: Iterable[int]) -> Iterator[T
         if tile.elements > (_MOST_RING_ELEMENTS if cluster_size == 16 else usual):
             continue
         warps = warps_that_fit(device, registers_of_thread(problem, device, tile))
-        fewest = 3 if cluster_size >= 8 and problem.itemsize == 2 and not problem.forward else 2
         for rows in range(1, min(12, _RING_THREADS // threads, warps * 32 // threads) + 1):
             turn_bytes = rows * tile.cols * sum(streamed(problem))
             turns = ceil_div(wanted, turn_bytes) if problem.forward else wanted // turn_bytes
             least = 1 if rows == 1 and cluster_size == 16 and not problem.forward else 2
             counts = {"blocks_per_sm": rows} if problem.forward else {"rows_per_block": rows}
-            for stages in range(max(fewest, min(turns, most)), least - 1, -1):
+            for stages in range(max(3, min(turns, most)), least - 1, -1):
                 ring = replace(tile, stages=stages, **counts)
                 if fits_smem(device, smem_bytes_of(problem, ring, "block"), ring.blocks_per_sm):
                     yield ring
@@ -426,6 +470,7 @@ def _ring_score(problem: Problem, tile: Tile) -> tuple:
     enough = _TURN_BYTES if tile.cluster_size == 1 else _CLUSTER_TURN_BYTES
     share = ring_share(problem, tile) * min(1.0, rows * slice_bytes / enough)
     share -= 0.01 * (tile.block_size * tile.blocks_per_sm < 256)
+    share -= _ALONE * (problem.forward and tile.cluster_size > 1 and tile.blocks_per_sm == 1)
     share -= (0.06 - 0.05 * problem.forward) * (not tile.exact)
     share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
     share -= 0.001 * max(0, tile.elements - 32) * (not problem.forward)
@@ -441,6 +486,8 @@ def bundle_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     pack_size = 1 if itemsize == 2 and not problem.forward else pack_size
     for lanes, most in _BUNDLE_ELEMENTS[problem.direction].items():
+        if lanes == 4 and pack_size == 1:
+            continue
         tile = shaped(problem, pack_size, lanes)
         few = tile.elements * itemsize <= 2 * most
         if few and (tile := with_bundles(problem, device, tile)):
@@ -454,10 +501,12 @@ def with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
     # Each group of lanes has the same number of rows of a bundle.
     of_row = row_bytes if problem.forward else len(streamed(problem)) * row_bytes + 8
     group_bytes = 32 // lanes * of_row
-    for num_warps in _BUNDLE_WARPS[problem.direction]:
+    is_long = not problem.forward and lanes == 32 and tile.elements > _LONG_BUNDLE_ELEMENTS
+    counts = (4,) if problem.forward else (8,) if is_long or problem.dsum else (12, 8)
+    for num_warps, stages in product(counts, (3, 2) if is_long else (2,)):
         rows = max(1, _BUNDLE_BYTES[num_warps] // max(1, group_bytes)) * (32 // lanes)
         per_block = num_warps * 32 // lanes
-        bundled = replace(tile, rows_per_block=per_block, stages=2, bundle=rows, path="bundle")
+        bundled = replace(tile, rows_per_block=per_block, stages=stages, bundle=rows, path="bundle")
         smem_bytes = smem_bytes_of(problem, bundled, "warp")
         blocks = blocks_that_fit(problem, device, bundled, smem_bytes)
         if smem_bytes <= device.smem_per_block and blocks:

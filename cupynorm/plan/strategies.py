@@ -102,7 +102,7 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 def _is_slower_than_cluster(problem: Problem, device: Device, tile: Tile) -> bool:
     """Whether a ring in a cluster beats a ring, or registers, in one block."""
     is_for_ring = tile.path == "ring" or _ring_is_faster(problem, tile)
-    if not is_for_ring or _ring_in_block_is_faster(problem):
+    if not is_for_ring or (tile.path == "ring" and _ring_in_block_is_faster(problem)):
         return False
     return ring_tile(problem, device, _cluster_sizes(device)) is not None
 
