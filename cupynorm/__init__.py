@@ -11,12 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .norm import autograd_loader
-
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from . import functors as functors
     from . import reference as reference
-    from .check.gradient_check import check as check
+    from .check.check import check as check
     from .check.results import CheckResult as CheckResult
     from .explore.experiment import Experiment as Experiment
     from .explore.experiment import experiment as experiment
@@ -24,6 +22,12 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .explore.explain import explain as explain
     from .explore.trace import Trace as Trace
     from .explore.trace import trace as trace
+    from .functional import layer_norm as layer_norm
+    from .functional import layer_norm_backward as layer_norm_backward
+    from .functional import layer_norm_forward as layer_norm_forward
+    from .functional import rms_norm as rms_norm
+    from .functional import rms_norm_backward as rms_norm_backward
+    from .functional import rms_norm_forward as rms_norm_forward
     from .gpu.nvrtc import MissingLibraryError as MissingLibraryError
     from .linear.api import layer_norm_linear as layer_norm_linear
     from .linear.api import rms_norm_linear as rms_norm_linear
@@ -38,19 +42,13 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .nn.recipes import Format as Format
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
-    from .norm.api import layer_norm as layer_norm
-    from .norm.api import layer_norm_forward as layer_norm_forward
-    from .norm.api import rms_norm as rms_norm
-    from .norm.api import rms_norm_forward as rms_norm_forward
-    from .norm.backward import layer_norm_backward as layer_norm_backward
-    from .norm.backward import rms_norm_backward as rms_norm_backward
-    from .norm.eight_bits import Quantize as Quantize
-    from .norm.launch_choice import Launch as Launch
     from .norm.plans import plan as plan
-    from .norm.quantized_tensor import QuantizedTensor as QuantizedTensor
-    from .norm.results import Backward as Backward
-    from .norm.results import Forward as Forward
-    from .norm.results import FusedBackward as FusedBackward
+    from .norm.quantized import QuantizedTensor as QuantizedTensor
+    from .norm.request import Backward as Backward
+    from .norm.request import Forward as Forward
+    from .norm.request import FusedBackward as FusedBackward
+    from .norm.request import Launch as Launch
+    from .norm.request import Quantize as Quantize
     from .norm.tiles import use_tiles as use_tiles
     from .parallel.module import LayerNormLinear as LayerNormLinear
     from .plan.devices import DEVICES as DEVICES
@@ -70,20 +68,18 @@ if not (Path(__file__).parent / "reference").is_dir():
 
 # Module -> its public names: those of _WITHOUT_TORCH load where torch is not installed.
 _WITHOUT_TORCH = {
-    "norm.api": "layer_norm rms_norm layer_norm_forward rms_norm_forward",
-    "norm.backward": "layer_norm_backward rms_norm_backward",
-    "norm.results": "Forward Backward FusedBackward",
-    "norm.eight_bits": "Quantize",
-    "norm.launch_choice": "Launch",
+    "functional": "layer_norm rms_norm layer_norm_forward rms_norm_forward"
+    " layer_norm_backward rms_norm_backward",
+    "norm.request": "Forward Backward FusedBackward Quantize Launch",
     "norm.plans": "plan",
-    "norm.quantized_tensor": "QuantizedTensor",
+    "norm.quantized": "QuantizedTensor",
     "norm.tiles": "use_tiles",
     "plan.devices": "DEVICES Device",
     "plan.dispatch": "Plan",
     "plan.functor_text": "functor Functor FunctorError",
     "plan.problem": "Tile",
     "plan.strategies": "STRATEGIES",
-    "check.gradient_check": "check",
+    "check.check": "check",
     "check.results": "CheckResult",
     "explore.experiment": "experiment Experiment",
     "explore.explain": "explain Explanation",
@@ -148,15 +144,6 @@ if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspe
             ) from error
         globals()[name] = value
         return value
-
-
-def _autograd() -> ModuleType:
-    from .nn import autograd
-
-    return autograd
-
-
-autograd_loader.load = _autograd
 
 
 def __dir__() -> list[str]:

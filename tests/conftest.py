@@ -125,7 +125,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
 
     from cupynorm.check.kernels import CpuMachine
     from cupynorm.gpu import arrays, launch
-    from cupynorm.norm import cache
+    from cupynorm.norm import prepared
     from cupynorm.plan.devices import DEVICES
 
     launched = []
@@ -159,9 +159,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.setattr(arrays, "on_host", lambda array: False)
     monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
     monkeypatch.setattr(launch, "load", Loaded)
-    cache.forget()
+    prepared.forget()
     yield launched
-    cache.forget()
+    prepared.forget()
 
 
 @pytest.fixture(params=["kernels", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -12,7 +12,7 @@ import pytest
 
 import cupynorm
 from cupynorm.bench import report
-from cupynorm.norm.quantized_tensor import histogram
+from cupynorm.norm.quantized import histogram
 from cupynorm.svg import Picture, shade
 from cupynorm.table import as_html, as_text, pairs_as_html
 

@@ -111,6 +111,7 @@ WINGS = (
     "nn",
     "linear",
     "parallel",
+    "functional",
     "check",
     "bench",
     "explore",

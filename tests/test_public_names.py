@@ -12,7 +12,7 @@ import pytest
 from repository_files import REPOSITORY
 
 import cupynorm
-from cupynorm.norm.options import REMOVED_KEYWORDS
+from cupynorm.norm.checks import REMOVED_KEYWORDS
 
 PUBLIC = [name for name in dir(cupynorm) if not name.startswith("_")]
 

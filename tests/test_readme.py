@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cupynorm.bench.documents import SHORT_COLS, short_markdown
 
 import cupynorm
 from cupynorm.__main__ import main
-from cupynorm.bench.documents import SHORT_COLS, short_markdown
 from cupynorm.bench.report import read
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import widest

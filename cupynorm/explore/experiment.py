@@ -16,7 +16,7 @@ import numpy as np
 from ..bench.timer import Runner, Timer, take_turns
 from ..check import kernels
 from ..check.cases import NORMS, Case, Problem, random_problem
-from ..check.gradient_check import check_seed
+from ..check.check import check_seed
 from ..check.kernels import Machine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels
@@ -25,8 +25,8 @@ from ..dtypes import decode, encode
 from ..gpu import nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..gpu.source_files import source_files
-from ..norm.launch_choice import tile_of
 from ..norm.plans import full_name, plan
+from ..norm.request import tile_of
 from ..plan.devices import DEVICES
 from ..plan.dispatch import Plan
 from ..plan.instances import Launch

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..check.cases import NORMS, Case, random_problem
-from ..check.functors import Given, random_functor_problem, run_with_functor, with_kinds
+from ..check.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
 from ..check.run import run_kernels
-from ..norm.launch_choice import tile_of
-from ..norm.options import names_what_was_removed
+from ..norm.checks import names_what_was_removed
 from ..norm.plans import full_name, plan
+from ..norm.request import tile_of
 from ..plan.devices import Device
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import StatisticsName, StrategyName

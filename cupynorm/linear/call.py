@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from ..dtypes import DTYPES
 from ..gpu import arrays
 from ..norm import checks
-from ..norm.launch_choice import Launch
-from ..norm.request import Array
+from ..norm.request import Array, Launch
 
 FUSED = (None, "plain", "kernel")
 

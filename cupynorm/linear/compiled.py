@@ -15,8 +15,8 @@ from torch import Tensor
 from ..gpu import launch
 from ..nn import modes, wrapped
 from ..nn.dtypes import arithmetic, name_of
-from ..norm.launch_choice import margin_of
-from ..norm.prepared import FOR_STATISTICS
+from ..norm.calls import FOR_STATISTICS
+from ..norm.request import margin_of
 from ..plan import product_choice, products
 from ..plan.products import NormLinearProblem
 from . import compute, one_kernel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..norm.prepared import FOR_Y
+from ..norm.calls import FOR_Y
 from . import few_rows, kernels, one_kernel
 from .call import LinearCall, LinearOptions
 from .kernels import SavedNorm

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..gpu import arrays, launch
 from ..nn.dtypes import name_of
-from ..norm.prepared import FOR_Y
+from ..norm.calls import FOR_Y
 from ..plan import few_products, product_choice
 from ..plan.products import NormLinearProblem
 from .call import LinearCall, check_eps

@@ -6,17 +6,14 @@ import weakref
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..nn.modes import stream_of
+from ..nn.private import TensorGuards
 from . import one_kernel
 from .call import LinearCall
-
-# Private: see nn/repeated.py. It compares the layouts of several tensors in one call.
-_TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 
 class KeptFold:
@@ -33,7 +30,7 @@ class KeptFold:
         self._options, self._versions = _options_of(call), _versions_of(parameters)
         self._addresses = [each.data_ptr() for each in parameters]
         self._parameters = [weakref.ref(each) for each in parameters]
-        self._have_same_layouts = _TensorGuards(
+        self._have_same_layouts = TensorGuards(
             *parameters, dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
         self.folded = one_kernel.fold(call)

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import modes, quantization
+from ..nn import modes, private, quantization
 from ..nn.autocast import Region
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
 from ..nn.recipes import BlockScaling, DelayedScaling
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
 from .kernels import SavedNorm
@@ -34,8 +34,6 @@ from .matrices import as_result, as_rows, join, split_like, without_memory
 from .quantizers import Quantizers, transposed_factor
 from .weight_gradients import WeightGradientSink, WeightProduct, asked_for
 
-# Whether the backward that runs may run again.
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -270,7 +268,7 @@ def call_of_backward(ctx: Any, call: QuantizedCall) -> QuantizedCall:
         return call
     state = quantizers.states["backward"]
     if ctx.first_backward is None:
-        if _keeps_graph():
+        if private.keeps_graph():  # this backward may run again
             ctx.first_backward = state.num_steps, state.scale.clone()
         return call
     num_steps, scale = ctx.first_backward

@@ -13,7 +13,7 @@ from ..gpu import arrays
 from ..nn import amaxes, autocast, fp8, modes, wrapped
 from ..nn.dtypes import outside_autocast, product_dtype
 from ..nn.recipes import DelayedScaling, Recipe
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from . import fp8 as fp8_linear
 from . import kernels
 from .call import LinearCall, LinearOptions, Operands, all_of, is_fused

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..gpu.arrays import type_in_words
 from ..nn import autograd, by_torch, dtypes, modes, wrapped
 from ..nn.dtypes import name_of
-from ..norm.prepared import FOR_STATISTICS, FOR_Y
+from ..norm.calls import FOR_STATISTICS, FOR_Y
 from . import compute, fold, one_kernel
 from .call import (
     LinearCall,

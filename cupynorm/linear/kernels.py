@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..norm import route
-from ..norm.prepared import FOR_STATISTICS
-from ..norm.quantize import OfNorm, QuantizedMatrix, quantize
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm import calls
+from ..norm.calls import FOR_STATISTICS
+from ..norm.quantized import OfNorm, QuantizedMatrix, QuantizedTensor, quantize
 from ..norm.request import (
     Array,
+    Backward,
     BackwardOperands,
     BackwardOptions,
     BackwardRequest,
@@ -22,7 +22,6 @@ from ..norm.request import (
     ForwardRequest,
     Quantization,
 )
-from ..norm.results import Backward
 from .call import LinearOptions, Operands
 from .matrices import as_rows
 
@@ -98,7 +97,7 @@ def forward(
     """normalized (in dtype), mean, rstd, input + residual. Without a norm: the input in dtype."""
     if not options.has_norm:
         return operands.input.to(dtype), None, None, operands.input
-    return route.forward(forward_request(options, operands, dtype), purpose)[:4]
+    return calls.forward(forward_request(options, operands, dtype), purpose)[:4]
 
 
 def backward(
@@ -117,7 +116,7 @@ def backward(
     """
     if not options.has_norm:
         return dy.to(saved.x.dtype), None, None, saved.x.to(dy.dtype) if recompute else None
-    gradients = route.backward(
+    gradients = calls.backward(
         backward_request(
             options,
             dy,
@@ -144,7 +143,7 @@ def forward_quantized(
     """
     leading, rows = operands.input.shape[:-1], as_rows(operands.input)
     request = forward_request(options, operands._replace(input=rows, residual=None), None)
-    quantized, mean, rstd, *_ = route.forward(
+    quantized, mean, rstd, *_ = calls.forward(
         ForwardRequest(
             request.operands._replace(scale=scale, amax=amax),
             request.options._replace(quantization=quantization),

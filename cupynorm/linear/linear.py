@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ..nn import autocast, fp8, modes
 from ..nn.dtypes import product_dtype
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from .call import LinearCall, LinearOptions, Operands
 from .function import normalize_and_project
 from .layer import LinearLayer

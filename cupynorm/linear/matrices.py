@@ -11,7 +11,7 @@ from torch import Tensor
 from ..gpu import arrays
 from ..nn import products
 from ..nn.dtypes import name_of, outside_autocast
-from ..norm import reduce_matrix
+from ..norm import quantized
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if rows.is_meta or arrays.on_host(rows) or rows.stride(-1) != 1:
         return products.sum_rows(rows, dtype)
-    return reduce_matrix.sum_rows(rows, name_of(dtype))
+    return quantized.sum_rows(rows, name_of(dtype))
 
 
 def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..nn.dtypes import SUPPORTED, product_dtype
 from ..nn.modes import are_plain, is_compiling, run_untraced
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from . import fold, one_kernel
 from .call import (
     LinearCall,

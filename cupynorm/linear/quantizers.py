@@ -21,7 +21,7 @@ from ..nn.recipes import (
     DelayedScaling,
     Recipe,
 )
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from ..norm.request import Quantization
 from .matrices import as_rows, sum_rows
 

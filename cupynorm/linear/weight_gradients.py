@@ -6,15 +6,15 @@ in a queue for backward_dw(). A WeightGradientSink takes them from a backward.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..nn import private
 from ..nn.products import wide_product
 from .matrices import split_like, sum_rows
 
@@ -162,7 +162,7 @@ def asked_for(
 
 def _is_reached(node: Any) -> bool:
     try:
-        return torch._C._will_engine_execute_node(node)
+        return private.will_execute(node)
     except RuntimeError:  # autograd.grad asks for this leaf, or compiled autograd runs
         return True
 
@@ -174,10 +174,9 @@ def check_reducers(option: str, parameters: Sequence[Tensor]) -> None:
     """
     if not torch.distributed.is_available():
         return
-    wrapper = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    if wrapper is not None and _share(parameters, wrapper._module_parameters):
+    if _share(parameters, private.reduced_parameters()):
         name = "DistributedDataParallel"
-    elif _share(parameters, _gathered()):
+    elif _share(parameters, private.gathered_parameters()):
         name = "fully_shard"
     else:
         return
@@ -189,17 +188,6 @@ def check_reducers(option: str, parameters: Sequence[Tensor]) -> None:
 
 def _share(ones: Sequence[Tensor], others: Iterable[Tensor | None]) -> bool:
     return not {id(each) for each in ones}.isdisjoint(map(id, others))
-
-
-def _gathered() -> Iterator[Tensor | None]:
-    """The parameters that fully_shard has gathered."""
-    fsdp = sys.modules.get("torch.distributed._composable_state")
-    for reference in [] if fsdp is None else [*fsdp._module_state_mapping.values()]:
-        groups = getattr(reference(), "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 there is one
-            groups = [getattr(reference(), "_fsdp_param_group", None)]
-        for group in filter(None, groups):
-            yield from (getattr(each, "_unsharded_param", None) for each in group.fsdp_params)
 
 
 def check_is_leaf(name: str, weight: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..gpu.arrays import type_in_words
-from . import amaxes
+from . import amaxes, private
 from .amaxes import UsedScales
 from .modes import is_inside_backward, is_recomputed
 from .recipes import RECIPES, DelayedScaling, Recipe
@@ -113,7 +113,7 @@ def fp8_autocast(
     bool, or where both names of one argument are given.
     """
     if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break()  # the region must be active while a graph runs
+        private.graph_break()  # the region must be active while a graph runs
     recipe = either(recipe=recipe, fp8_recipe=fp8_recipe)
     group = either(group=group, fp8_group=fp8_group)
     _check(enabled, calibrating, recipe, group)

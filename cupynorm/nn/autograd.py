@@ -7,20 +7,28 @@ tensors and DTensors apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from ..norm import route
-from ..norm.cache import repeated
-from ..norm.checked_forward import DIFFERENTIABLE
-from ..norm.checks import check_forward
-from ..norm.functors import check_differentiable
-from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
-from ..norm.request import BackwardOperands, BackwardRequest, ForwardRequest, replaced
-from ..norm.results import Backward, FusedBackward
+from ..norm import calls
+from ..norm.calls import DIFFERENTIABLE, FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
+from ..norm.checks import check_differentiable, check_forward, fields_of_forward
+from ..norm.prepared import repeated
+from ..norm.request import (
+    Backward,
+    BackwardOperands,
+    BackwardRequest,
+    ForwardOperands,
+    ForwardOptions,
+    ForwardRequest,
+    FusedBackward,
+    Launch,
+    replaced,
+)
+from ..plan.functor_text import Fuse
 from . import by_torch, wrapped
 from .dtypes import arithmetic
 from .modes import (
@@ -32,6 +40,7 @@ from .modes import (
     run_untraced,
     wants_gradient,
 )
+from .private import is_forward_mode
 from .repeated import remember
 
 # Called by these names in each call: an attribute of a module takes longer.
@@ -40,6 +49,61 @@ _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it 
 
 # The operands of a backward that a plain norm does not have.
 _NO_OPTIONS = (None,) * (len(BackwardOperands._fields) - 6)
+
+
+def norm(
+    centered: bool, normalized_shape: object, tensors: tuple, options: tuple, return_residual: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What layer_norm and rms_norm return. tensors, options: as fields_of_forward takes them."""
+    operands, options = fields_of_forward(
+        centered, normalized_shape, tensors, options, return_residual
+    )
+    # A call like the last one of its kind needs no request: making one takes a microsecond.
+    results = repeat(operands, options)
+    if results is None:
+        results = normalize(ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options)))
+    return results if return_residual else results[0]
+
+
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """cupynorm.layer_norm for modules, with memory_efficient among the options."""
+    return _norm_of_module(True, normalized_shape, (input, weight, bias), eps, **options)
+
+
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """cupynorm.rms_norm for modules, as layer_norm."""
+    return _norm_of_module(False, normalized_shape, (input, weight, None), eps, **options)
+
+
+def _norm_of_module(
+    centered: bool,
+    normalized_shape: Sequence[int],
+    tensors: tuple,
+    eps: float | None,
+    *,
+    residual: torch.Tensor | None = None,
+    return_residual: bool = False,
+    zero_centered_weight: bool = False,
+    round_x_hat: bool = False,
+    fuse: Fuse = (),
+    launch: Launch | None = None,
+    memory_efficient: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    options = (eps, zero_centered_weight, round_x_hat, None, None, fuse, launch, memory_efficient)
+    return norm(centered, normalized_shape, (*tensors, residual), options, return_residual)
 
 
 def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +116,7 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
     if wrapped.is_any_nested(operands.input, operands.residual):
         return wrapped.normalize_nested(request, normalize)
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
-        if operands.input.is_cuda:
+        if getattr(operands.input, "is_cuda", False):
             options = replaced(options, out_dtype=arithmetic(operands.input))
             request = ForwardRequest(operands, options)
     compiling = is_compiling()
@@ -85,14 +149,14 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
     if (
         is_compiling()
         or has_functorch_transforms()
-        or forward_ad._current_level >= 0
+        or is_forward_mode()
         or is_faked()
         or is_jit_traced()
     ):
         return None
     try:
         known = repeated.get(_kind(operands, options))
-    except (TypeError, RuntimeError):  # no tensor, or an option that cannot be a key: checked later
+    except (AttributeError, TypeError, RuntimeError):  # checked later
         return None
     if known is None or (results := known.run(operands)) is None:
         return None
@@ -323,7 +387,7 @@ def _gradients_with_options(ctx, dy, dsum) -> tuple:
     dy = torch.zeros_like(x) if dy is None else dy
     operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, bias, input, functors)
     wanted = ctx.prepared.backward._replace(gradients=names, functor_gradients=wanted_own)
-    run = run_untraced(route.backward) if runs_untraced else route.backward
+    run = run_untraced(calls.backward) if runs_untraced else calls.backward
     made = run(BackwardRequest(operands, wanted))
     found = dict(zip(wanted_own, made.functors))
     return made[:4], () if functors is None else map(found.get, functors.names())
@@ -349,7 +413,7 @@ def _gradients_from_y(ctx, dy, dsum) -> tuple:
     operands = BackwardOperands(dy, x_hat, mean, torch.ones_like(rstd), weight)
     changes = {"dx_dtype": str(wide).removeprefix("torch."), "dresidual_dtype": None}
     request = BackwardRequest(operands, _with_wanted(ctx)._replace(**changes))
-    total, dweight, dbias, *_ = route.backward(request)
+    total, dweight, dbias, *_ = calls.backward(request)
     if total is None:
         return None, dweight, dbias, None
     total = total * rstd[(..., *(None,) * len(options.extents))]

@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
-from ..norm.checks import check_forward
-from ..norm.functors import with_seeds
-from ..norm.options import dtype_name
-from ..norm.quantized_tensor import arranged, as_quantized_tensor, scale_shape
+from ..norm.checks import check_forward, dtype_name, with_seeds
+from ..norm.quantized import arranged, as_quantized_tensor, scale_shape
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, replaced
 from ..plan.functor_text import BoundFunctor, Functors
 from ..plan.problem import cols_of_scale
 from . import modes
 from . import quantization as of_torch
 from .dtypes import arithmetic
+from .private import is_forward_mode
 
 
 def takes(*tensors: object) -> bool:
@@ -32,7 +30,7 @@ def takes(*tensors: object) -> bool:
     return (
         modes.is_compiling()  # torch.compile and torch.export
         or modes.has_functorch_transforms()  # vmap, grad, jacrev
-        or forward_ad._current_level >= 0  # jvp, dual numbers
+        or is_forward_mode()  # jvp, dual numbers
         or modes.is_jit_traced() is not None  # torch.jit.trace
         or modes.is_faked()  # FakeTensorMode, make_fx, functionalisation
         or any(isinstance(each, Tensor) and each.__class__ not in modes.PLAIN for each in tensors)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..norm.quantize import update_scales
+from ..norm.quantized import update_scales
 from .recipes import LARGEST, LARGEST_FLOAT32, DelayedScaling
 
 

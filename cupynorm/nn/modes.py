@@ -9,38 +9,29 @@ from types import NoneType
 import torch
 from torch.autograd import forward_ad
 
-from ..gpu.nvrtc import MissingLibraryError
-
-_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-if _VERSION < (2, 8):  # every call on tensors imports this module
-    raise MissingLibraryError(
-        f"torch {torch.__version__} is installed; expected 2.8 or later: pip install -U torch"
-    )
+from . import private
+from .private import is_forward_mode
 
 # Classes of arguments that no subclass intercepts, and of what kernels read in place: not torch's
 # wrappers (DTensor, FakeTensor), which have no address.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
 
 is_compiling = torch.compiler.is_dynamo_compiling
-is_jit_traced = torch._C._get_tracing_state
-num_dispatch_modes = torch._C._len_torch_dispatch_stack
-is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
-has_functorch_transforms = torch._C._are_functorch_transforms_active
-# The callback by which torch.compile traces what is called now; None or False where it traces none.
-# After graph breaks the compiler may run a function as it is, where is_compiling() is False, and
-# still trace what that function calls.
-present_tracer = torch._C._dynamo.eval_frame.get_eval_frame_callback
+is_jit_traced = private.jit_tracing_state
+num_dispatch_modes = private.num_dispatch_modes
+is_mapped = private.is_mapped
+has_functorch_transforms = private.has_functorch_transforms
+present_tracer = private.present_tracer
 
 # Functions of torch.distributed.pipelining, of torch 2.13 and of former versions.
 _LEARN_SHAPES = frozenset({"_forward_metadata_inference", "_shape_inference"})
 
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_MODES = torch._C._TorchDispatchModeKey
+_MODES = private.DispatchModeKey
 
 
 def is_transformed() -> bool:
     """Whether torch.func transforms the call, or forward mode runs."""
-    return has_functorch_transforms() or forward_ad._current_level >= 0
+    return has_functorch_transforms() or is_forward_mode()
 
 
 def is_recorded() -> bool:
@@ -48,12 +39,11 @@ def is_recorded() -> bool:
 
     torch.compile does not: its graphs run where the call was made.
     """
-    # torch.compile takes is_exporting() for True in torch 2.11.
-    if getattr(torch.compiler, "_is_exporting_flag", False):
+    if private.is_exporting():
         return True
     if is_compiling() or not num_dispatch_modes():
         return False
-    return torch._C._get_dispatch_mode(_MODES.PROXY) is not None
+    return private.dispatch_mode(_MODES.PROXY) is not None
 
 
 def is_faked() -> bool:
@@ -64,7 +54,7 @@ def is_faked() -> bool:
     if not num_dispatch_modes():
         return False
     of_torch = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
-    return any(torch._C._get_dispatch_mode(each) is not None for each in of_torch)
+    return any(private.dispatch_mode(each) is not None for each in of_torch)
 
 
 def are_plain(tensors: Iterable[object]) -> bool:
@@ -85,7 +75,7 @@ def wants_gradient(*tensors: object) -> bool:
 
 def have_tangents(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether forward mode differentiates any of them. A transform of torch.func does not count."""
-    if forward_ad._current_level < 0:
+    if not is_forward_mode():
         return False
     return any(
         each is not None and forward_ad.unpack_dual(each).tangent is not None for each in tensors
@@ -100,7 +90,7 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, bool] | None:
     """
     if not tensor.is_cuda:
         return None
-    stream = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    stream = private.current_raw_stream(tensor.get_device())
     return stream, torch.cuda.is_current_stream_capturing()
 
 
@@ -120,12 +110,12 @@ def learns_shapes() -> bool:
 
 def is_inside_backward() -> bool:
     """Whether autograd runs a backward in this thread, as torch.utils.checkpoint asks it."""
-    return torch._C._current_graph_task_id() != -1
+    return private.graph_task_id() != -1
 
 
 def is_recomputed() -> bool:
     """Whether a checkpoint with use_reentrant=False runs again what runs now."""
-    hooks = top_hooks(False)
+    hooks = private.top_saved_tensors_hooks(False)
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith("_recomputation_hook.")
 
@@ -138,7 +128,7 @@ def run_untraced(method):
     if not (is_compiling() or present_tracer()):
         return method
     if is_compiling():  # with fullgraph=True this raises the sentence
-        torch._dynamo.graph_break(
+        private.graph_break(
             "cupynorm keeps scales or gradients of this call in Python, so the graph breaks here; "
             "expected fullgraph=False"
         )

@@ -13,15 +13,19 @@ import torch
 from torch.fx import Proxy
 
 from ..gpu import arrays
-from ..norm import route
-from ..norm.api import layer_norm, rms_norm
-from ..norm.functors import bind_functors
-from ..norm.launch_choice import Launch, checked_launch
-from ..norm.options import extents_of, names_what_was_removed, refuse_keywords
-from ..norm.quantized_tensor import QuantizedTensor
-from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
+from ..norm.checks import bind_functors, extents_of, names_what_was_removed, refuse_keywords
+from ..norm.quantized import QuantizedTensor
+from ..norm.request import (
+    ForwardOperands,
+    ForwardOptions,
+    ForwardRequest,
+    Launch,
+    Quantization,
+    checked_launch,
+)
 from ..plan.functor_text import BoundFunctor, Functors, Fuse
 from . import amaxes, autocast, fp8, wrapped
+from .autograd import layer_norm, normalize, rms_norm
 from .dtypes import name_of
 from .modes import is_recorded, is_transformed, learns_shapes, run_untraced
 from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
@@ -32,7 +36,6 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 torch.fx.wrap("_without_dropout")
 torch.fx.wrap("_as_recorded")
-torch.fx.wrap("_keeping_y")
 
 # Keywords beyond torch.nn's, with their defaults.
 EXTRAS = {
@@ -130,13 +133,6 @@ class Norm(torch.nn.Module):
         elif fp8_output:
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
-        if self.memory_efficient:
-            bias = self._parameter("bias") if self._centered else None
-            tensors = input, self._parameter("weight"), bias, residual
-            numerics = self.eps, self.zero_centered_gamma, self.round_x_hat
-            options = (*numerics, None, None, fuse, self.launch, True)
-            shape = self.normalized_shape
-            return _keeping_y(self._centered, shape, tensors, options, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -151,6 +147,7 @@ class Norm(torch.nn.Module):
             round_x_hat=self.round_x_hat,
             fuse=fuse,
             launch=self.launch,
+            memory_efficient=self.memory_efficient,
         )
 
     def __setstate__(self, state: dict) -> None:
@@ -254,13 +251,13 @@ class Norm(torch.nn.Module):
             quantization=quantization,
             launch=self.launch,
         )
-        results = route.normalize(ForwardRequest(norm_operands, norm_options), return_residual)
+        y, added = normalize(ForwardRequest(norm_operands, norm_options))
         if step.scales is not None:
             self._fp8_scales = step.scales
         if step.amax is not None:
             used = autocast.UsedScales(step.scales, region.recipe, region.group)
             region.used[self._fp8_slot, 0] = used
-        return results
+        return (y, added) if return_residual else y
 
     def _begin_step(self, recipe: Recipe, device: torch.device) -> _Step:
         """Changes nothing yet, because the call may be refused."""
@@ -426,11 +423,6 @@ def _as_recorded(fuse: Fuse, fp8_output: bool, unknown: Mapping[str, Any]) -> Fu
             "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
         )
     return fuse
-
-
-def _keeping_y(*arguments: Any) -> Any:
-    """The norm, of which autograd keeps y and not the normalised row. arguments: of route.call."""
-    return route.call(*arguments)
 
 
 def _check_order(**arguments: object) -> None:

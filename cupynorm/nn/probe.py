@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..norm.api import layer_norm, rms_norm
+from .autograd import layer_norm, rms_norm
 from .dtypes import name_of
 
 

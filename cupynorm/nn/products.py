@@ -1,6 +1,6 @@
 """torch: matrix products that are added in float32, of 16-bit and of 8-bit floats.
 
-On a GPU 8-bit factors go to torch._scaled_mm. Elsewhere their values are multiplied in float32.
+On a GPU 8-bit factors go to torch's scaled_mm. Elsewhere their values are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
+from . import private
 from .dtypes import arithmetic, outside_autocast
 from .recipes import BLOCK_SIZE
 
@@ -57,10 +58,10 @@ def multiply(
 ) -> Tensor:
     """a b^T + bias of a [num_rows, depth] and b [num_cols, depth] in out_dtype, for any extents.
 
-    The product is added in float32. On a GPU torch._scaled_mm makes it, of factors padded with
+    The product is added in float32. On a GPU torch's scaled_mm makes it, of factors padded with
     zeros to multiples of 16. On the CPU, and for scales of blocks, the values are multiplied.
 
-    fast: let torch._scaled_mm add in the tensor cores' own precision.
+    fast: let it add in the tensor cores' own precision.
     is_exact: whether bfloat16 holds the values of blocks exactly, so that a GPU can multiply
         them in bfloat16. It does where their scales are powers of two.
     """
@@ -82,13 +83,13 @@ def multiply_scaled(
     bias: Tensor | None,
     fast: bool,
 ) -> Tensor:
-    """`multiply` by torch._scaled_mm, of factors with one scale each."""
+    """`multiply` by torch's scaled_mm, of factors with one scale each."""
     num_cols = len(b.data)
     a_data, b_data = pad(a.data, 1, 16), pad(b.data, 16, 16)
-    # torch._scaled_mm adds a 16-bit bias to a 16-bit result. Any other bias is added here.
+    # It adds a 16-bit bias to a 16-bit result. Any other bias is added here.
     is_inside = bias is not None and bias.dtype == out_dtype != torch.float32
     is_inside = is_inside and len(b_data) == num_cols
-    y = torch._scaled_mm(
+    y = private.scaled_mm(
         a_data,
         b_data.t(),
         scale_a=a.scale_inv,

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad as pad_with_zeros
 
 from ..gpu import arrays
-from ..norm import quantize as matrix_kernels
-from ..norm import reduce_matrix
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm import quantized as matrix_kernels
+from ..norm.quantized import QuantizedTensor
 from .dtypes import name_of
 from .products import pad, sum_rows
 from .recipes import BLOCK_SIZE, LARGEST, LARGEST_FLOAT32
@@ -39,7 +38,7 @@ class Rule(NamedTuple):
 def amax_of(x: Tensor, *dims: int) -> Tensor:
     """max |x| in float32, over dims or over all; 0 of an empty tensor, NaN if x has a NaN."""
     if not dims and x.ndim == 2 and not arrays.on_host(x):
-        return reduce_matrix.amax(x).reshape(())
+        return matrix_kernels.amax(x).reshape(())
     if not x.numel():
         kept = [extent for at, extent in enumerate(x.shape) if dims and at not in dims]
         return x.new_zeros(kept, dtype=torch.float32)
@@ -112,7 +111,7 @@ def quantize_current(
     """A matrix by the scale of its own amax. On a GPU two kernels make it."""
     rule = rule or Rule()
     if not arrays.on_host(x):
-        amax = reduce_matrix.amax(x)
+        amax = matrix_kernels.amax(x)
         quantized = matrix_kernels.quantize(
             x, name_of(dtype), None, amax, transpose=transpose, rule=rule
         )
@@ -135,7 +134,7 @@ def quantize_and_sum(
     [num_cols]. On a GPU one kernel makes all of it from a known scale.
     """
     if not arrays.on_host(x):
-        amax = amax if rule is None else reduce_matrix.amax(x)
+        amax = amax if rule is None else matrix_kernels.amax(x)
         sums = name_of(sum_dtype)
         quantized = matrix_kernels.quantize(
             x, name_of(dtype), scale, amax, transpose=True, sums=sums, rule=rule

@@ -12,27 +12,21 @@ from typing import Any
 
 import torch
 
-from ..norm.cache import keep
-from ..norm.on_gpu import OnGpu
+from ..norm.prepared import Prepared, keep
+from .private import TensorGuards
 
-# Private; torch.compile checks with it whether compiled code fits its arguments.
-_TensorGuards = torch._C._dynamo.guards.TensorGuards
 _address = torch.Tensor.data_ptr
 
 
 class Repeated:
     """A prepared call, and the layouts that its tensors had last."""
 
-    __slots__ = ("_are_same", "_read", "_results", "_run", "prepared")
+    __slots__ = ("_are_same", "_read", "_run", "prepared")
 
-    def __init__(self, prepared: Any, operands: tuple) -> None:
+    def __init__(self, prepared: Any, launches: Prepared, operands: tuple) -> None:
         self.prepared = prepared
-        self._read, self._run, self._results = (
-            prepared.read,
-            prepared.run_in_place,
-            prepared.results,
-        )
-        self._are_same = _TensorGuards(
+        self._read, self._run = launches.read, launches.run_in_place
+        self._are_same = TensorGuards(
             *self._read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
 
@@ -49,15 +43,15 @@ class Repeated:
         addresses = tuple(map(_address, tensors))
         if reduce(or_, addresses) & 15:
             return None
-        # Behind the tensors: what was given, None (TensorOrder in norm/on_gpu.py).
-        return self._results(self._run(tensors, addresses) + (operands[0], None))
+        return self._run(operands, tensors, addresses)
 
 
 def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
     """Keeps a call that kernels compute as the last one of its kind, unless a tensor is copied or
     not aligned to 16 bytes."""
-    if kind is None or not isinstance(prepared, OnGpu) or prepared.copies or not prepared.steps:
+    launches = prepared if isinstance(prepared, Prepared) else getattr(prepared, "on_gpu", None)
+    if kind is None or launches is None or not launches.is_simple():
         return
-    tensors = prepared.read(operands)
+    tensors = launches.read(operands)
     if all(each is not None and not each.data_ptr() & 15 for each in tensors):
-        keep(calls, kind, Repeated(prepared, operands))
+        keep(calls, kind, Repeated(prepared, launches, operands))

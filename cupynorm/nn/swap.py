@@ -16,9 +16,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..gpu.arrays import type_in_words
-from ..norm.launch_choice import Launch, Margins
-from ..norm.options import extents_of
+from ..norm.checks import extents_of
+from ..norm.request import Launch, Margins
 from ..table import as_html, as_text
+from . import private
 from .modules import LayerNorm, Norm, RMSNorm
 from .probe import Formula, eps_of, normalized_input, parameters_of, probe
 
@@ -135,7 +136,7 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         report.left.append(Swap("(model)", _name(model), "", reason))
     seen: dict[torch.nn.Module, tuple[str, torch.nn.Module | None]] = {}
     for path, parent, name, module in list(_places(model)):
-        if type(parent).__module__.startswith("torch._dynamo."):
+        if private.is_compiled(parent):
             replacement, remark = None, "torch.compile has wrapped it; expected the swap before"
         elif module in seen:
             first, replacement = seen[module]
@@ -370,7 +371,7 @@ def _obstacle(module: torch.nn.Module) -> str:
         if type(parameter) is not torch.nn.Parameter:
             kind = type(parameter).__name__
             return f"its {name} is a {kind}; expected a plain torch.nn.Parameter"
-        if getattr(parameter, "_fsdp_flattened", False):
+        if private.is_flattened(parameter):
             return "FullyShardedDataParallel has wrapped it; expected the swap before"
     shape = _shape(module)
     if not shape or not math.prod(shape):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..gpu.arrays import type_in_words
 from ..norm.request import ForwardRequest, replaced
-from . import modes
+from . import modes, private
 
 
 def is_any_nested(*tensors: object) -> bool:
@@ -38,7 +38,7 @@ class Packing:
                 "input is dense and another argument is nested; expected a nested input"
             )
         _check_jagged(input, "input")
-        self._input, self._ragged = input, input._ragged_idx
+        self._input, self._ragged = input, private.ragged_dim(input)
         if self._ragged >= input.ndim - num_dims:
             raise ValueError(
                 f"dimension {self._ragged} of input differs between sequences; "

@@ -1,33 +1,250 @@
-"""From the tensors of a call to its plan and to the argument of each kernel.
+"""From the arrays of a call to its plan and to the argument of each kernel.
 
 The arguments are the structs of cuda_src (forward.cuh, backward.cuh, backward_parameters.cu). Every
 word of a struct has 8 bytes. A word is a constant of the plan, or the address of a tensor that
 comes with each run (Address).
 
-The same calls run on a GPU (cupynorm.norm.prepared) and on the CPU (cupynorm.check).
-quantize.py and reduce_matrix.py have those of other kernels.
+The same calls run on a GPU (calls.py) and on the CPU (cupynorm.check). quantized.py has those of
+other kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import DTYPES
-from ..gpu.arrays import Rows
+from ..dtypes import DTYPES, compute_dtype
+from ..gpu import arrays
+from ..gpu.arrays import Rows, View
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, make_plan
+from ..plan.functor_text import Functor, Functors, Fused, FusedPart, labels
 from ..plan.instances import Launch
 from ..plan.problem import Layout, Problem
-from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
-from .launch_choice import planned_with
-from .request import BackwardOptions, ForwardOptions, Quantization
+from .checks import ALL_ROWS, pattern_of
+from .request import Array, BackwardOptions, ForwardOptions, Quantization, planned_with
+
+# Layouts.
 
 RowsByName = Mapping[str, Rows]  # by name; an absent tensor has no entry
+
+
+def rows_of(array: Array, num_dims: int) -> tuple[Rows, bool]:
+    """An array's rows, and whether they are those of a contiguous copy that each run makes.
+
+    A copy is aligned wherever it will be.
+    """
+    view = arrays.view(array)
+    rows = arrays.rows(view, num_dims)
+    if rows is not None and not view.is_lazy:
+        return rows, False
+    return arrays.contiguous_rows(view.shape, num_dims, view.dtype), True
+
+
+def parameter_of(array: Array) -> tuple[Rows, bool]:
+    """A weight, bias or statistic as one row, and whether a run must copy it."""
+    view = arrays.view(array)
+    copied = view.is_lazy or arrays.rows(view, len(view.shape)) is None
+    num_cols = arrays.product(view.shape)
+    return Rows(0 if copied else view.pointer, 1, num_cols, num_cols, view.dtype), copied
+
+
+Layouts = Mapping[str, tuple[Rows, bool]]  # by name what rows_of or parameter_of gives
+
+
+def layouts_of(
+    operands: Any, names: Sequence[str], names_of_rows: Collection[str], num_dims: int
+) -> Layouts:
+    """Of the arrays that are there. names_of_rows: whose last num_dims dimensions are normalised;
+    other arrays are one row."""
+    return {
+        name: rows_of(array, num_dims) if name in names_of_rows else parameter_of(array)
+        for name, array in ((name, getattr(operands, name)) for name in names)
+        if array is not None
+    }
+
+
+def layout_of(num_cols: int, tensors: RowsByName) -> Layout:
+    """What all tensors that a kernel reads or writes allow."""
+    return Layout.of(num_cols, [each.layout() for each in tensors.values()])
+
+
+def dtype_of(tensors: RowsByName, name: str) -> str | None:
+    return tensors[name].dtype if name in tensors else None
+
+
+# The places of functors' arrays.
+
+
+class PlacedArray(NamedTuple):
+    """An array as struct RowArray of cuda_src/operands/functor.cuh reads it.
+
+    Row `row` of the problem reads row `row / repeat % period`. per_row: one element for all
+    columns.
+    """
+
+    rows: Rows
+    repeat: int
+    period: int
+    per_row: bool
+
+
+class PlacedFunctor(NamedTuple):
+    """A functor whose arrays have a place.
+
+    label: how its arrays and seeds are named, as "silu_gate" in "silu_gate.gate".
+    gradients: the dtypes in which backward writes those of the arrays, None for what is not wanted.
+    """
+
+    functor: Functor
+    numbers: tuple[float, ...]
+    arrays: tuple[PlacedArray, ...]
+    label: str
+    gradients: tuple[str | None, ...] = ()
+
+    def fused(self, num_cols: int, pack_size: int) -> FusedPart:
+        """As plan/problem.py takes it. pack_size: the widest pack of the kernel."""
+        reaches = []
+        for array in self.arrays:
+            limit = Layout.of(num_cols, [array.rows.layout()]).pack_limit
+            reach = "packs" if limit >= pack_size else "elements"
+            if array.per_row:
+                is_own = array.repeat == 1 and array.period == ALL_ROWS
+                reach = "own_row" if is_own else "row"
+            reaches.append(reach)
+        dtypes = tuple(array.rows.dtype for array in self.arrays)
+        gradients = self.gradients or (None,) * len(dtypes)
+        return FusedPart(self.functor, dtypes, tuple(reaches), gradients)
+
+
+class PlacedFunctors(NamedTuple):
+    """The functors of each role, in the order in which they apply."""
+
+    load: tuple[PlacedFunctor, ...] = ()
+    store: tuple[PlacedFunctor, ...] = ()
+
+    def fused(self, role: str, num_cols: int, pack_size: int, source: str | None) -> Fused | None:
+        """Those of a role, as plan/problem.py takes them."""
+        parts = tuple(each.fused(num_cols, pack_size) for each in getattr(self, role))
+        return Fused(parts, source) if parts else None
+
+    def gradients(self) -> dict[str, str | None]:
+        """The dtype of the gradient of each array, as "silu_gate.dgate"; None if not wanted."""
+        return {
+            f"{each.label}.d{name}": dtype
+            for each in (*self.load, *self.store)
+            for name, dtype in zip(each.functor.arrays, each.gradients)
+        }
+
+
+NO_FUNCTORS = PlacedFunctors()
+
+
+def place_all(
+    functors: Functors | None, x: Array, num_dims: int, wanted: tuple[str, ...] = ()
+) -> tuple[PlacedFunctors, list[bool]]:
+    """The functors of a call in their places, and for each of arrays() whether a run copies it.
+
+    wanted: the names of arrays whose gradients backward writes.
+    """
+    if functors is None:
+        return NO_FUNCTORS, []
+    shape, placed, copied = tuple(x.shape), [], []
+    for label, each in zip(labels(functors.parts()), functors.parts()):
+        named = list(zip(each.functor.arrays, each.arrays))
+        places = [
+            place(array, shape, num_dims, name in each.functor.per_row) for name, array in named
+        ]
+        copied += [copies for _, copies in places]
+        gradients = tuple(
+            _gradient_dtype(array, x) if f"{label}.{name}" in wanted else None
+            for name, array in named
+        )
+        own = tuple(array for array, _ in places)
+        placed.append(PlacedFunctor(each.functor, each.numbers, own, label, gradients))
+    count = len(functors.load)
+    copied += [arrays.view(seed).is_lazy for each in functors.parts() for seed in each.seeds]
+    return PlacedFunctors(tuple(placed[:count]), tuple(placed[count:])), copied
+
+
+def place(
+    array: Array, shape: tuple[int, ...], num_dims: int, per_row: bool = False
+) -> tuple[PlacedArray, bool]:
+    """The layout of an array, and whether it is that of a contiguous copy that each run makes.
+
+    shape: of the input. per_row: the array's is that without the normalised dimensions.
+    """
+    view = arrays.view(array)
+    if per_row:
+        ends = (1,) * num_dims, (0,) * num_dims
+        view = view._replace(shape=view.shape + ends[0], strides=view.strides + ends[1])
+    placed = _place(view, shape, num_dims)
+    if placed is not None and not view.is_lazy:
+        return placed, False
+    strides, step = [], 1
+    for extent in reversed(view.shape):
+        strides.insert(0, step)
+        step *= extent
+    return _place(view._replace(pointer=0, strides=tuple(strides)), shape, num_dims), True
+
+
+def _place(view: View, shape: tuple[int, ...], num_dims: int) -> PlacedArray | None:
+    """None: one row stride does not describe the array."""
+    missing = len(shape) - len(view.shape)
+    extents, strides = (1,) * missing + view.shape, (0,) * missing + view.strides
+    split = len(shape) - num_dims
+    num_cols = arrays.product(shape[split:])
+    per_row = num_cols > 1 and set(extents[split:]) == {1}
+    if not per_row:
+        expected = 1
+        for extent, stride in zip(reversed(extents[split:]), reversed(strides[split:])):
+            if extent != 1 and stride != expected:
+                return None
+            expected *= extent
+    # A dimension of stride 0 is broadcast too.
+    leading = tuple(1 if stride == 0 else extent for extent, stride in zip(extents, strides))[
+        :split
+    ]
+    pattern = pattern_of(shape[:split], leading, strides[:split])
+    if pattern is None:
+        return None
+    repeat, period, steps = pattern
+    row_stride = steps[0][1] if steps else 0
+    expected = row_stride
+    for extent, stride in steps:
+        if stride != expected:
+            return None
+        expected *= extent
+    num_rows = 2 if row_stride else 1  # for Layout, which asks whether there are several
+    return PlacedArray(
+        Rows(view.pointer, num_rows, num_cols, row_stride, view.dtype), repeat, period, per_row
+    )
+
+
+def _gradient_dtype(array: Array, x: Array) -> str:
+    """The array's own where nothing is summed, else that of the arithmetic."""
+    dtype = arrays.dtype_name(array)
+    return (
+        dtype if tuple(array.shape) == tuple(x.shape) else compute_dtype(arrays.dtype_name(x)).name
+    )
+
+
+def summed(gradient: Array, target: tuple[int, ...], per_row: bool = False) -> Array:
+    """A gradient of the input's shape, summed to the shape of the array that was broadcast."""
+    shape = tuple(gradient.shape)
+    if shape == target:
+        return gradient
+    missing = (1,) * (len(shape) - len(target))
+    padded = target + missing if per_row else missing + target
+    axes = tuple(at for at, extent in enumerate(padded) if extent == 1 and shape[at] != 1)
+    return (gradient.sum(axes) if axes else gradient).reshape(target)
+
+
+# Words.
 
 
 class Address(NamedTuple):
@@ -88,6 +305,12 @@ class Call(NamedTuple):
     partials_shape: tuple[int, ...] | None = None  # of a scratch tensor named "partials"
     can_write_over_dy: bool = False
 
+    def over_dy(self) -> Call:
+        """The same, with dx written where dy is."""
+        dx, dy = Address("dx"), Address("dy")
+        words = [[dy if word == dx else word for word in each] for each in self.arguments]
+        return self._replace(arguments=tuple(words))
+
     def arguments_of(self, order: Sequence[str]) -> Arguments:
         """order: names of the tensors that a run has."""
         return Arguments(self.arguments, order)
@@ -97,15 +320,6 @@ class Call(NamedTuple):
         arguments = self.arguments_of(list(addresses))
         words = arguments.words(tuple(addresses.values()))
         return [pick(words) for pick in arguments.picks]
-
-
-def layout_of(num_cols: int, tensors: RowsByName) -> Layout:
-    """What all tensors that a kernel reads or writes allow."""
-    return Layout.of(num_cols, [each.layout() for each in tensors.values()])
-
-
-def dtype_of(tensors: RowsByName, name: str) -> str | None:
-    return tensors[name].dtype if name in tensors else None
 
 
 def row_words(tensors: RowsByName, name: str, turned: bool = False) -> tuple[Address, int]:
@@ -135,9 +349,6 @@ def _scale_words(problem: Problem, quantization: Quantization, num_rows: int) ->
         places = [problem.num_scales, problem.num_scales, 1, 0]
     arrays = [Address("scale"), Address("scale_inv"), Address("amax")]
     return [*arrays, *places, *scale_rule_words(quantization)]
-
-
-# Functors.
 
 
 def _functor_words(

@@ -1,30 +1,377 @@
-"""Checks of a request: each failure is a sentence that says what was given and what was expected.
+"""Checks of a call: each failure is a sentence that says what was given and what was expected.
 
-Nothing is allocated or launched. options.py has the checks that need no array.
+Nothing is allocated or launched.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import numbers
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
-from ..gpu import arrays
-from ..plan.functor_text import Functors
-from .checked_forward import dtype_or_none
-from .functors import check_shape, with_seeds
-from .options import check_gradients, dtype_name
+from ..gpu import arrays, nvrtc
+from ..plan.functor_text import BoundFunctor, Functor, Functors, check_chain
 from .request import (
+    GRADIENTS,
     Array,
     BackwardOperands,
     BackwardRequest,
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
+    FusedBackward,
+    checked_launch,
+    parts_of,
 )
-from .results import GRADIENTS
+
+# Options, as far as they need no array.
+
+# Keywords of earlier versions, and what to write instead.
+REMOVED_KEYWORDS = {
+    "load": "fuse=functor, whose lines say whether they act on x or on y",
+    "store": "fuse=functor, whose lines say whether they act on x or on y",
+    "weight1": "a second call with that weight",
+    "bias1": "a second call with that bias",
+    "dy1": "a second call with that dy, whose dx is the dsum of the first",
+    "dbias1_dtype": "a second call with that dbias_dtype",
+    "row_scale": "fuse=cupynorm.functors.row_scale(scale)",
+    "dropout_p": "fuse=cupynorm.functors.dropout(p, seed)",
+    "dropout_seed": "fuse=cupynorm.functors.dropout(p, seed)",
+    "residual_dtype": "a residual of that dtype, which is the sum's",
+    "scale": "out_dtype=cupynorm.Quantize(dtype, scale)",
+    "amax": "out_dtype=cupynorm.Quantize(dtype, amax=amax)",
+    "power_of_two": "out_dtype=cupynorm.Quantize(dtype, scale, power_of_two=True)",
+    "transpose": "out_dtype=cupynorm.Quantize(dtype, transpose=True)",
+    "memory_efficient": "the module LayerNorm or RMSNorm with memory_efficient=True",
+    "strategy": "launch=cupynorm.Launch(strategy=...)",
+    "tile": "launch=cupynorm.Launch(strategy, tile)",
+    "statistics": "launch=cupynorm.Launch(statistics=...)",
+    "sm_margin": "launch=cupynorm.Launch(sm_margin=...)",
+}
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def names_what_was_removed(function: _Function) -> _Function:
+    """The function. Its TypeError for a keyword of REMOVED_KEYWORDS says what to write instead.
+
+    So does that for an array where normalized_shape belongs: the order of the arguments.
+    """
+    name = function.__qualname__.removesuffix(".__init__")
+    parameters = inspect.signature(function).parameters.values()
+    order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    gone = REMOVED_KEYWORDS.keys() - {each.name for each in parameters}
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except TypeError:
+            if named := {key: options[key] for key in options if key in gone}:
+                refuse_keywords(name, named)
+            given = dict(zip(order, arguments)).get("normalized_shape")
+            if hasattr(given, "__dlpack__"):
+                raise TypeError(
+                    f"normalized_shape is {arrays.type_in_words(given)}; expected an int or a tuple"
+                    f" of ints: the order is {name}({', '.join(order)})"
+                ) from None
+            raise
+
+    return call
+
+
+def refuse_keywords(name: str, unknown: Mapping[str, Any]) -> NoReturn:
+    """Raises TypeError for keywords that name does not have, or has no more."""
+    for key in filter(REMOVED_KEYWORDS.__contains__, unknown):
+        raise TypeError(f"{name} has no {key} any more; expected {REMOVED_KEYWORDS[key]}") from None
+    raise TypeError(f"{name} got an unexpected keyword argument {next(iter(unknown))!r}")
+
+
+def extents_of(normalized_shape: object) -> tuple[int, ...]:
+    """normalized_shape as a tuple of ints. (40.0,), which equals (40,), is refused."""
+    kind = normalized_shape.__class__
+    if kind is int:
+        return (normalized_shape,)
+    if kind is tuple:
+        for extent in normalized_shape:
+            if extent.__class__ is not int:
+                break
+        else:
+            return normalized_shape
+    is_int = isinstance(normalized_shape, numbers.Integral)
+    try:
+        extents = (normalized_shape,) if is_int else tuple(normalized_shape)
+    except TypeError:
+        extents = (None,)
+    for extent in extents:
+        if isinstance(extent, bool) or not isinstance(extent, numbers.Integral):
+            raise TypeError(
+                f"normalized_shape is {normalized_shape!r}; expected an int or a sequence of ints"
+            )
+    return tuple(int(extent) for extent in extents)
+
+
+def fields_of_forward(
+    centered: bool,
+    normalized_shape: object,
+    tensors: tuple,
+    options: tuple,
+    return_residual: bool = False,
+) -> tuple[tuple, tuple]:
+    """The fields of ForwardOperands and ForwardOptions, of what a caller gives.
+
+    tensors: input, weight, bias, residual. options: eps, zero_centered_weight, round_x_hat, out,
+    out_dtype, fuse, launch, and memory_efficient, which is a module's.
+    """
+    input, weight, bias, residual = tensors
+    eps, zero_centered_weight, round_x_hat, out, out_dtype, fuse, launch, memory_efficient = options
+    scale = amax = quantization = functors = out_sum = None
+    if out_dtype is not None:
+        out_dtype, scale, amax, quantization = parts_of(out_dtype)
+    if fuse.__class__ is not tuple or fuse:
+        functors = bind_functors(fuse, return_residual, residual)
+    if out is not None and isinstance(out, tuple):
+        if len(out) != 2:
+            raise ValueError(f"out has {len(out)} arrays; expected one array, or (y, sum)")
+        out, out_sum = out
+    if launch is not None:
+        launch = checked_launch(launch)
+    return (input, weight, bias, residual, out, out_sum, scale, amax, functors), (
+        centered,
+        extents_of(normalized_shape),
+        eps,
+        zero_centered_weight,
+        out_dtype,
+        round_x_hat,
+        quantization,
+        launch,
+        memory_efficient,
+    )
+
+
+def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
+    """One of the four dtypes by name, from a name, a NumPy dtype or a torch dtype.
+
+    Raises TypeError for another one. also: further names that its message lists.
+    """
+    text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if text not in DTYPES:
+        try:
+            text = np.dtype(dtype).name
+        except (TypeError, ValueError, SyntaxError):
+            pass
+    if text not in DTYPES:
+        expected = ", ".join((*DTYPES, *also))
+        raise TypeError(f"{name} is {dtype!r}; expected one of {expected}")
+    return text
+
+
+def gradient_names(gradients: object) -> tuple[str, ...]:
+    """gradients as a tuple, which can be a key; check_gradients checks the names in it."""
+    if isinstance(gradients, tuple):
+        return gradients
+    expected = ", ".join(FusedBackward._fields)
+    if isinstance(gradients, str):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {expected}, in a tuple")
+    try:
+        names = tuple(gradients)
+        hash(names)
+    except TypeError:
+        raise TypeError(f"gradients is {gradients!r}; expected some of {expected}") from None
+    return names
+
+
+def check_gradients(gradients: tuple[str, ...]) -> None:
+    """Raises ValueError unless gradients are names of gradients."""
+    names = FusedBackward._fields
+    if any(name not in names for name in gradients):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
+
+
+# Functors.
+
+ALL_ROWS = 2**62  # a period that no row reaches
+
+# A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
+SEED_LIMIT = 2**62
+
+
+def bind_functors(
+    fuse: object, return_residual: bool = False, residual: object = None
+) -> Functors | None:
+    """The functors of `fuse`, a sequence or one alone. One that reads nothing needs no call.
+
+    None: there are none.
+    """
+    if fuse.__class__ is tuple and not fuse:
+        return None
+    is_one = isinstance(fuse, (Functor, BoundFunctor)) or not isinstance(fuse, (tuple, list))
+    given = [fuse] if is_one else fuse
+    by_role = {"load": [], "store": []}
+    for each in given:
+        if isinstance(each, Functor):
+            each = each()
+        if not isinstance(each, BoundFunctor):
+            raise TypeError(
+                f"fuse has {arrays.type_in_words(each)}; expected functors with their arrays, as "
+                "fuse=(cupynorm.functors.silu_gate(gate),)"
+            )
+        by_role[each.functor.role].append(each)
+    if by_role["load"] and return_residual and residual is None:
+        raise ValueError(
+            "return_residual was given without a residual and with a functor on x; expected a "
+            "residual, because what the functor makes alone is not stored"
+        )
+    for parts in by_role.values():
+        if len(parts) > 1:
+            check_chain([each.functor for each in parts])
+    return Functors(*map(tuple, by_role.values())) if given else None
+
+
+def _seed_at(x: Array, seed: object) -> Array:
+    """A seed as an array of one element where x is, without a sync. None is drawn there by x's
+    library, an int is filled in."""
+    if seed is not None and not isinstance(seed, int):
+        return seed
+    if arrays.is_torch(x):
+        torch = sys.modules["torch"]
+        options = {"dtype": torch.int64, "device": x.device}
+        if seed is None:
+            return torch.randint(0, SEED_LIMIT, (1,), **options)
+        return torch.full((1,), seed, **options)
+    is_numpy = isinstance(x, np.ndarray)
+    library = np if is_numpy else nvrtc.cupy()
+    with contextlib.nullcontext() if is_numpy else x.device:
+        if seed is None:
+            return library.random.randint(0, SEED_LIMIT, 1, np.int64)
+        return library.full(1, seed, np.int64)
+
+
+def with_seeds(functors: Functors, x: Array) -> Functors:
+    """The functors with each seed as an array where x is."""
+    if not any(each.seeds for each in functors.parts()):
+        return functors
+    given, count = functors.arrays(), len(functors.named_arrays())
+    return functors.with_arrays([*given[:count], *(_seed_at(x, each) for each in given[count:])])
+
+
+def check_seeds_given(functors: Functors) -> None:
+    """Raises ValueError where a seed is None: an explicit backward could not repeat it."""
+    for name, each in zip(functors.names(), functors.arrays()):
+        if each is None:
+            raise ValueError(
+                f"{name} is None in an explicit forward or backward; expected an int or one "
+                "element of int64, the same in both"
+            )
+
+
+def check_differentiable(functors: Functors) -> None:
+    """Raises ValueError if a functor has no derivative."""
+    for each in functors.parts():
+        name = each.functor.name
+        if each.functor.backward is None:
+            raise ValueError(
+                f"fuse has {name}, which has no derivative, and a gradient was asked for; expected "
+                f"cupynorm.functor({name!r}, ..., backward=...), or torch.no_grad()"
+            )
+
+
+def check_shape(
+    array_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    num_dims: int,
+    name: str,
+    per_row: bool = False,
+) -> None:
+    """Raises ValueError unless kernels can read an array as one that is broadcast to this shape."""
+    if per_row:
+        leading = shape[: len(shape) - num_dims]
+        if array_shape != leading:
+            raise ValueError(
+                f"{name} has shape {array_shape}; expected {leading}, one for each row"
+            )
+        return
+    padded = (1,) * (len(shape) - len(array_shape)) + array_shape
+    split = len(shape) - num_dims
+    fits = len(padded) == len(shape)
+    fits = fits and all(extent in (1, all_) for extent, all_ in zip(padded, shape))
+    fits = fits and (padded[split:] == shape[split:] or set(padded[split:]) == {1})
+    strides = (0,) * split
+    if not fits or pattern_of(shape[:split], padded[:split], strides) is None:
+        raise ValueError(
+            f"{name} has shape {array_shape}, the input {shape}; expected an array that is "
+            "broadcast to it, with all or one of the normalised columns, repeated over the rows as "
+            "in [batch, 1, N] or [1, seq, 1, N]"
+        )
+
+
+def pattern_of(
+    leading: tuple[int, ...], extents: tuple[int, ...], strides: tuple[int, ...] | None
+) -> tuple[int, int, list[int]] | None:
+    """repeat, period, and the strides of the dimensions in between, from the last one to the first.
+
+    None: the rows of an array with these leading dimensions do not repeat in that way.
+    """
+    left = [each for each in zip(leading, extents, strides) if each[0] != 1]
+    repeat, period, steps = 1, 1, []
+    while left and left[-1][1] == 1:
+        repeat *= left.pop()[0]
+    while left and left[-1][1] != 1:
+        extent, _, stride = left.pop()
+        steps.append((extent, stride))
+        period *= extent
+    if any(extent != 1 for _, extent, _ in left):
+        return None
+    if not steps:
+        repeat = 1
+    return repeat, period if left else ALL_ROWS, steps
+
+
+# Arrays.
+
+
+def dtype_or_none(array: Array | None) -> str | None:
+    """The dtype of an array by name; None of no array."""
+    return None if array is None else arrays.dtype_name(array)
+
+
+def check_dtype(array: Array, name: str) -> str:
+    """The dtype of an array by name. Raises TypeError unless it is one of the four."""
+    dtype = arrays.dtype_name(array)
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def check_same_place(array: Array, x: Array, name: str, x_name: str) -> None:
+    """Raises ValueError unless an array has the library and the device of x."""
+    if arrays.where(array) != arrays.where(x):
+        raise ValueError(
+            f"{name} is {arrays.where(array)}, {x_name} is {arrays.where(x)}; "
+            f"expected the library and device of {x_name}"
+        )
+
+
+def take_like(
+    array: Array | None, x: Array, shape: tuple[int, ...], name: str, x_name: str
+) -> Array | None:
+    """An optional array that must have a shape, a supported dtype, and x's place."""
+    if array is None:
+        return None
+    array = arrays.take(array, name)
+    check_dtype(array, name)
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {shape}")
+    check_same_place(array, x, name, x_name)
+    return array
 
 
 def share_an_address(scale: Array | None, amax: Array | None) -> bool:
@@ -67,40 +414,6 @@ def _check_constant(array: Array | None, name: str) -> None:
         )
 
 
-# Arrays.
-
-
-def check_dtype(array: Array, name: str) -> str:
-    """The dtype of an array by name. Raises TypeError unless it is one of the four."""
-    dtype = arrays.dtype_name(array)
-    if dtype not in DTYPES:
-        raise TypeError(f"{name} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
-    return dtype
-
-
-def check_same_place(array: Array, x: Array, name: str, x_name: str) -> None:
-    """Raises ValueError unless an array has the library and the device of x."""
-    if arrays.where(array) != arrays.where(x):
-        raise ValueError(
-            f"{name} is {arrays.where(array)}, {x_name} is {arrays.where(x)}; "
-            f"expected the library and device of {x_name}"
-        )
-
-
-def take_like(
-    array: Array | None, x: Array, shape: tuple[int, ...], name: str, x_name: str
-) -> Array | None:
-    """An optional array that must have a shape, a supported dtype, and x's place."""
-    if array is None:
-        return None
-    array = arrays.take(array, name)
-    check_dtype(array, name)
-    if tuple(array.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {shape}")
-    check_same_place(array, x, name, x_name)
-    return array
-
-
 def _take_functors(
     functors: Functors | None, x: Array, extents: tuple[int, ...]
 ) -> Functors | None:
@@ -123,6 +436,18 @@ def _take_functors(
     for name, seed in zip(functors.names_of_seeds(), functors.arrays()[len(converted) :]):
         converted.append(_take_seed(seed, x, name))
     return functors.with_arrays(converted)
+
+
+def _take_seed(seed: Array, x: Array, name: str) -> Array:
+    """The seed of a functor, converted."""
+    seed = arrays.take(seed, name)
+    if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
+        raise ValueError(
+            f"{name} has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; "
+            "expected one element of int64, or an int"
+        )
+    check_same_place(seed, x, name, "input")
+    return seed
 
 
 def check_eps(eps: object, dtype: str, has_default: bool) -> float:
@@ -228,18 +553,6 @@ def _reader_of_others(functors: Functors | None) -> str:
     """The name of a functor whose lines read other columns; "" if there is none."""
     parts = functors.parts() if functors else ()
     return next((each.functor.name for each in parts if each.functor.reads_others), "")
-
-
-def _take_seed(seed: Array, x: Array, name: str) -> Array:
-    """The seed of a functor, converted."""
-    seed = arrays.take(seed, name)
-    if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
-        raise ValueError(
-            f"{name} has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; "
-            "expected one element of int64, or an int"
-        )
-    check_same_place(seed, x, name, "input")
-    return seed
 
 
 # Requests.

@@ -23,7 +23,7 @@ from ..plan.problem import (
     Tile,
 )
 from ..plan.strategies import StatisticsName, StrategyName
-from .launch_choice import Launch, planned_with
+from .request import Launch, planned_with
 
 WITHOUT_GPU = "H200"  # what is planned for where no GPU is present
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

@@ -24,7 +24,7 @@ from ..plan.devices import Device
 from ..plan.instances import Kernel
 from ..plan.measured import FILES
 from ..plan.problem import Layout, Problem, Tile
-from .cache import forget
+from .prepared import forget
 
 # Modules that decide a tile.
 _DECIDING = (

@@ -29,13 +29,12 @@ from torch import distributed
 from ..linear.call import Operands
 from ..nn import autocast, modes
 from ..nn.dtypes import product_dtype
+from ..nn.private import is_any_autocast_enabled
 from ..nn.recipes import DelayedScaling, Recipe
 
 _KEY = "cupynorm"
 _LONGEST_PAUSE = 0.05  # seconds between two looks at the store
 _NUM_SAID = 7  # names of a call, as far as its recipe, that a message about a timeout has
-
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 # Kinds of calls.
 
@@ -53,7 +52,7 @@ def kind_of(
             norm_bias is not None and norm_bias.requires_grad,
             weights[0].requires_grad or (len(weights) > 1 and modes.wants_gradient(*weights)),
         )
-    cast = product_dtype(input) if _is_any_autocast_enabled() else input.dtype
+    cast = product_dtype(input) if is_any_autocast_enabled() else input.dtype
     of_region = _kind_of_region(region or autocast.calibration(), fp8_grad)
     return input.shape, input.dtype, cast, training, recorded, of_region
 

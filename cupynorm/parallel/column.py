@@ -19,7 +19,7 @@ from ..linear.call import LinearCall, Operands, is_fused
 from ..linear.kernels import SavedNorm
 from ..linear.matrices import as_rows, join
 from ..linear.weight_gradients import WeightGradientSink
-from ..norm.prepared import FOR_STATISTICS
+from ..norm.calls import FOR_STATISTICS
 from .products import FloatProducts, Kept, Products, joined_bias, weight_gradients
 from .ranks import together
 

@@ -13,7 +13,7 @@ from ..linear.call import LinearCall, Operands, all_of
 from ..linear.function import normalize_and_add
 from ..linear.matrices import as_result, concatenate
 from ..linear.weight_gradients import WeightGradientSink, asked_for
-from ..nn import modes, wrapped
+from ..nn import modes, private, wrapped
 from ..nn.dtypes import outside_autocast
 from ..norm.request import replaced
 from . import column, row
@@ -113,8 +113,6 @@ def project_by_torch(call: LinearCall, sharding: Sharding) -> tuple[Tensor, Tens
 
     Its async tensor parallelism may fuse the product with the collective.
     """
-    from torch.distributed import _functional_collectives as collectives
-
     operands, options = call
     group, gathers = sharding.ranks.group, sharding.gathers_input
     if sharding.reduces_norm and gathers:
@@ -125,7 +123,7 @@ def project_by_torch(call: LinearCall, sharding: Sharding) -> tuple[Tensor, Tens
         operands = replaced(operands, norm_weight=norm_weight, norm_bias=norm_bias)
     normalized, _ = normalize_and_add(LinearCall(operands, options))
     if gathers:
-        rows = collectives.all_gather_tensor_autograd(normalized, 0, group)
+        rows = private.functional_collectives().all_gather_tensor_autograd(normalized, 0, group)
     else:
         rows = _Copied.apply(normalized, group.group_name)
     weight, bias = (
@@ -147,6 +145,4 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        functional_collectives = torch.ops._c10d_functional
-        total = functional_collectives.all_reduce(dy.contiguous(), "sum", ctx.name)
-        return functional_collectives.wait_tensor(total), None
+        return private.functional_all_reduce(dy.contiguous(), ctx.name), None

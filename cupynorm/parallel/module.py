@@ -27,7 +27,7 @@ from ..linear.weight_gradients import WeightGradientSink
 from ..nn import autocast, modes
 from ..nn.dtypes import product_dtype
 from ..nn.recipes import DelayedScaling
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from . import agreement
 from .function import check_plain, project, project_by_torch
 from .products import FloatProducts, QuantizedProducts

@@ -26,7 +26,7 @@ from ..nn import quantization
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
 from ..nn.recipes import BlockScaling
-from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.quantized import QuantizedTensor
 from ..norm.request import Quantization
 from .ranks import Pending
 from .sharding import Sharding

@@ -30,7 +30,7 @@ from ..linear.call import LinearOptions, Operands, check_eps
 from ..linear.matrices import as_rows
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn.dtypes import name_of
-from ..norm import route
+from ..norm import calls
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest
 from .products import Kept, Products, joined_bias, weight_gradients
 from .ranks import Ranks
@@ -132,7 +132,7 @@ def normalize_part(x: Tensor, centered: bool) -> Part:
     eps = torch.finfo(dtype).tiny  # a constant row has a finite rstd
     if not (torch.compiler.is_compiling() or arrays.on_host(x)):
         options = ForwardOptions(centered, tuple(x.shape[1:]), eps, out_dtype=dtype)
-        made = route.forward(ForwardRequest(ForwardOperands(x), options))
+        made = calls.forward(ForwardRequest(ForwardOperands(x), options))
         return Part(made.y, made.rstd)
     x_hat = x.to(dtype)
     if centered:

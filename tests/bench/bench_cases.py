@@ -1,9 +1,9 @@
 """Options and outputs for which test_bench*.py run the benchmark."""
 
 import numpy as np
+from cupynorm.bench.tensors import tensors_of
 
 from cupynorm.bench import runners
-from cupynorm.bench.tensors import tensors_of
 from cupynorm.bench.timer import Runner
 from cupynorm.bench.truth import Truth, verify
 

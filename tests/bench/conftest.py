@@ -7,7 +7,7 @@ import pytest
 
 from cupynorm.bench import measure, peers
 from cupynorm.gpu import arrays, launch, nvrtc
-from cupynorm.norm import quantized_tensor
+from cupynorm.norm import quantized
 from cupynorm.plan.devices import DEVICES
 
 
@@ -28,7 +28,7 @@ def on_numpy(monkeypatch):
     monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
     monkeypatch.setitem(sys.modules, "cupy", numpy_as_cupy)
     monkeypatch.setattr(arrays, "from_float64", in_clothes(arrays.from_float64))
-    monkeypatch.setattr(quantized_tensor, "_of_library", in_clothes(quantized_tensor._of_library))
+    monkeypatch.setattr(quantized, "_of_library", in_clothes(quantized._of_library))
     monkeypatch.setattr(launch, "current_device", lambda: DEVICES["H200"])
     can_run = (peers.OURS, "torch")
     monkeypatch.setattr(

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench_cases import OPTIONS, SCALES
+from cupynorm.bench.tensors import tensors_of
 
 from cupynorm.bench import measure, peers, runners
 from cupynorm.bench.cells import Cell, cells
 from cupynorm.bench.report import BenchResult
-from cupynorm.bench.tensors import tensors_of
 from cupynorm.check.cases import NORMS
 from cupynorm.gpu import environment
 from cupynorm.plan.problem import Tile

@@ -1,9 +1,9 @@
 """Cells of the benchmark: bytes, combinations, shapes of models, and refused arguments."""
 
 import pytest
+from cupynorm.bench.models import MODELS
 
 from cupynorm.bench.cells import COLS, Cell, cells
-from cupynorm.bench.models import MODELS
 
 
 def test_bytes_are_those_of_the_rows():

@@ -4,10 +4,10 @@ import numpy as np
 import numpy_as_cupy
 import pytest
 from bench_cases import CAUGHT, SCALES, check_that_wrong_outputs_are_found
+from cupynorm.bench.tensors import bits, tensors_of
 
 from cupynorm.bench import runners
 from cupynorm.bench.cells import Cell
-from cupynorm.bench.tensors import bits, tensors_of
 from cupynorm.bench.truth import Truth, verify
 
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from bench_cases import CAUGHT, OPTIONS, SCALES, check_that_wrong_outputs_are_found
+from cupynorm.bench.tensors import bits, tensors_of
 
 from cupynorm.bench import measure
 from cupynorm.bench.cells import Cell, cells
 from cupynorm.bench.report import BenchResult
-from cupynorm.bench.tensors import bits, tensors_of
 from cupynorm.check.cases import NORMS
 from cupynorm.dtypes import decode
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-
-from cupynorm.bench import host as bench_host
 from cupynorm.bench.host import FirstCallResult, HostResult, first_call, host, time_calls
 from cupynorm.bench.tensors import Tensors
+
+from cupynorm.bench import host as bench_host
 from cupynorm.check.cases import NORMS
 from cupynorm.gpu import environment
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import numpy_as_cupy
 import pytest
+from cupynorm.bench.contestants import CONTESTANTS, GEMM, Contestant, LinearCell
+from cupynorm.bench.linear import LinearMeasurement, LinearResult
 
 from cupynorm.__main__ import main
 from cupynorm.bench import decoding
 from cupynorm.bench import linear as bench_linear
 from cupynorm.bench.cells import COPY
-from cupynorm.bench.contestants import CONTESTANTS, GEMM, Contestant, LinearCell
-from cupynorm.bench.linear import LinearMeasurement, LinearResult
 from cupynorm.bench.timer import Timer
 from cupynorm.gpu import environment
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from cupynorm.bench.cells import Cell
 from cupynorm.bench.comparison import compare
 from cupynorm.bench.plot import draw_speeds, plot
-from cupynorm.bench.report import BenchResult, Measurement, quartiles, read
 from cupynorm.bench.style import look
+
+from cupynorm.bench.cells import Cell
+from cupynorm.bench.report import BenchResult, Measurement, quartiles, read
 from cupynorm.gpu.nvrtc import MissingLibraryError
 
 H200 = Path(__file__).parents[2] / "notebooks" / "h200.json"

@@ -8,9 +8,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from cupynorm.bench.confirm import confirm, is_worth_a_row, pairs_of, shares
 
 import cupynorm
-from cupynorm.bench.confirm import confirm, is_worth_a_row, pairs_of, shares
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.measured import FILES, by_key, read_rows
 

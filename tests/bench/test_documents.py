@@ -4,9 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-from cupynorm.bench import style
-from cupynorm.bench.cells import Cell
 from cupynorm.bench.documents import (
     CHART,
     SHORT_COLS,
@@ -17,6 +14,9 @@ from cupynorm.bench.documents import (
     write_documents,
 )
 from cupynorm.bench.plot import plot
+
+from cupynorm.bench import style
+from cupynorm.bench.cells import Cell
 from cupynorm.bench.report import BenchResult, Measurement, read
 
 ROOT = Path(__file__).parents[2]

@@ -9,12 +9,12 @@ import sys
 from types import ModuleType
 
 import pytest
+from cupynorm.bench.runners import prepare_torch
+from cupynorm.bench.tensors import Tensors
 
 from cupynorm.bench import peers
 from cupynorm.bench.cells import EPS, Cell
 from cupynorm.bench.peers import PEERS, Peer, missing
-from cupynorm.bench.runners import prepare_torch
-from cupynorm.bench.tensors import Tensors
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional

@@ -6,9 +6,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from cupynorm.bench.tune_ranges import Range, best_of, merged, part_of, ranges_of, tune_ranges
 
 import cupynorm
-from cupynorm.bench.tune_ranges import Range, best_of, merged, part_of, ranges_of, tune_ranges
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.measured import read_rows
 

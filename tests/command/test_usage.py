@@ -4,11 +4,11 @@ import argparse
 
 import pytest
 from command_runs import ROOT
+from cupynorm.bench.contestants import CONTESTANTS
+from cupynorm.bench.models import MODELS
 
 from cupynorm import __main__ as command
 from cupynorm.bench import cells as bench_cells
-from cupynorm.bench.contestants import CONTESTANTS
-from cupynorm.bench.models import MODELS
 from cupynorm.command_line import number, positives
 
 
@@ -116,7 +116,7 @@ from cupynorm.command_line import number, positives
         (("bench", "linear", "--json", "none/linear.json"), "none/linear.json: there is no folder"),
         (("--on", "tpu"), "invalid choice: 'tpu'"),
         (("--eps", "nan"), "'nan' is not a finite number"),
-        (("plna", "12288"), "'plna' is no command; expected one of check, fuzz, plan, bench, tune"),
+        (("plna", "12288"), "'plna' is no command; expected one of check, plan, bench, tune"),
         (("explain", "1023"), "cupynorm.explain is a name of Python and no command; expected one"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],

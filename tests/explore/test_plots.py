@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from cupynorm.bench.style import GUIDE, look
+
 import cupynorm
 from cupynorm.bench.report import read
-from cupynorm.bench.style import GUIDE, look
 from cupynorm.explore import plots
 from cupynorm.explore.sources import piece
 from cupynorm.gpu.source_files import cuda_src

@@ -12,7 +12,7 @@ from laid_out import give_numpy_to_kernels
 from small_devices import SMALL
 
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.norm import cache
+from cupynorm.norm import prepared
 
 # With fewer than 4 cores, a slow test of that many cases runs about every second of them, so that
 # all tests take under 15 minutes on two slow cores. pytest counts what is left out as deselected.
@@ -72,5 +72,5 @@ def library(request, monkeypatch):
         return pytest.importorskip("cupy")
     # Two multiprocessors: every block takes several rows, and a warp bundles of several.
     give_numpy_to_kernels(monkeypatch, SMALL)
-    request.addfinalizer(cache.forget)
+    request.addfinalizer(prepared.forget)
     return np

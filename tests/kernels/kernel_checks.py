@@ -15,8 +15,7 @@ from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.arguments import backward_call
-from cupynorm.norm.launch_choice import Launch
-from cupynorm.norm.request import BackwardOptions
+from cupynorm.norm.request import BackwardOptions, Launch
 from cupynorm.plan import dispatch
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.problem import Layout, Tile

@@ -6,7 +6,7 @@ import numpy as np
 
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import arrays, launch
-from cupynorm.norm import cache
+from cupynorm.norm import prepared
 
 LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "transposed", "reversed")
 
@@ -91,4 +91,4 @@ def give_numpy_to_kernels(monkeypatch, device):
     monkeypatch.setattr(arrays, "view", NumpyLibrary.view)
     monkeypatch.setattr(launch, "device", lambda index: device)
     monkeypatch.setattr(launch, "load", Loaded)
-    cache.forget()
+    prepared.forget()

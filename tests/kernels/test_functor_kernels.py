@@ -16,13 +16,13 @@ from small_devices import NO_REGISTERS, SMALL
 import cupynorm
 from cupynorm import Launch, functors
 from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.functors import FunctorProblem, judge_functor, run_with_functor
+from cupynorm.check.check_functor import FunctorProblem, judge_functor, run_with_functor
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult
 from cupynorm.dtypes import decode, encode
 from cupynorm.gpu import on_cpu
-from cupynorm.norm import route
-from cupynorm.norm.functors import bind_functors, with_seeds
+from cupynorm.norm import calls
+from cupynorm.norm.checks import bind_functors, with_seeds
 from cupynorm.norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -166,7 +166,7 @@ def through_the_api(library, x, own, dtype, residual=None):
     options = BackwardOptions(
         True, (x.shape[-1],), functor_gradients=own.names(), applies_load=bool(own.load)
     )
-    made = route.backward(BackwardRequest(operands, options))
+    made = calls.backward(BackwardRequest(operands, options))
     return [as_numpy(each) for each in (y, made.dx, made.dweight, *made.functors)]
 
 
@@ -257,7 +257,7 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
         options = ForwardOptions(True, (num_cols,), 1e-5, launch=launch)
         row = x if is_loaded else x * scale
         operands = ForwardOperands(row, weight, None, residual, functors=own)
-        made = route.forward(ForwardRequest(operands, options))
+        made = calls.forward(ForwardRequest(operands, options))
         operands = BackwardOperands(
             *(dy, made.sum, made.mean, made.rstd, weight, None, None, row, own)
         )
@@ -269,7 +269,7 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
             functor_gradients=own.names(),
             launch=launch,
         )
-        back = route.backward(BackwardRequest(operands, options))
+        back = calls.backward(BackwardRequest(operands, options))
         dx = back.dx if is_loaded else back.dx * scale
         results.append([made.y, made.sum, dx, back.dweight, back.dresidual, back.functors[-1]])
         if is_loaded:
@@ -284,7 +284,7 @@ def test_a_load_before_dropout_and_a_residual(num_cols, library):
             np.testing.assert_allclose(as_numpy(got), as_numpy(right), rtol=1e-5, atol=1e-5)
     # A call on what is stored gives the same y.
     operands = ForwardOperands(made.sum, weight, functors=own._replace(load=()))
-    alone = route.forward(ForwardRequest(operands, ForwardOptions(True, (num_cols,), 1e-5)))
+    alone = calls.forward(ForwardRequest(operands, ForwardOptions(True, (num_cols,), 1e-5)))
     np.testing.assert_allclose(as_numpy(alone.y), as_numpy(made.y), rtol=1e-5, atol=1e-5)
 
 

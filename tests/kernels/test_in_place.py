@@ -9,7 +9,7 @@ from laid_out import as_numpy, lay_out
 
 import cupynorm
 from cupynorm import Launch, Tile
-from cupynorm.norm import cache
+from cupynorm.norm import prepared
 from cupynorm.plan.strategies import STRATEGIES
 
 NUM_ROWS = 70
@@ -79,10 +79,11 @@ def test_a_call_in_place_has_the_bits_of_a_call_that_is_not(name, added, library
             operands["residual"] = residual
             outs = {"residual": (x, residual), "residual alone": (None, residual)}.get(added, x)
             own = (right, right_sum)
-        cache.forwards.clear()
+        prepared.forwards.clear()
         cupynorm.layer_norm(x, num_cols, **operands, out=own, **options)
         assert (
-            next(reversed(cache.forwards.values())).plan.tile.path == path or layout != "contiguous"
+            next(reversed(prepared.forwards.values())).plan.tile.path == path
+            or layout != "contiguous"
         )
         made = cupynorm.layer_norm(x, num_cols, **operands, out=outs, **options)
         y, added_up = made if added != "nothing" else (made, None)

@@ -17,7 +17,7 @@ from cupynorm.check import kernels as check_kernels
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.norm import cache
+from cupynorm.norm import prepared
 from cupynorm.plan.devices import DEVICES
 
 torch = pytest.importorskip("torch")
@@ -202,11 +202,11 @@ def with_sources(kernels, monkeypatch):
             return on_cpu.kernel(*names, functors=kernel.functors, folder=folder)
 
         monkeypatch.setattr(check_kernels, "cpu_kernel", compiled)
-        cache.forget()
+        prepared.forget()
         try:
             check()
         finally:
-            cache.forget()
+            prepared.forget()
 
     return run
 
@@ -236,14 +236,14 @@ import sys
 sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}
 import numpy as np
 from cupynorm.gpu.arrays import Rows
-from cupynorm.norm.quantize import QuantizeOptions, quantize_call
+from cupynorm.norm.quantized import QuantizeOptions, quantize_call
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult
 from every_matrix import (
     judge_matrix, judge_scales, judge_reduction, matrices, reductions,
     run_matrix, run_scales, run_reduction,
 )
-from cupynorm.check.quantized import judge_bytes
+from quantized_calls import judge_bytes
 from every_quantized import E4M3, Kept, quantized_cases, run_quantized
 
 machine = CpuMachine(sanitize=("address", "undefined"))

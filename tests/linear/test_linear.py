@@ -26,7 +26,7 @@ from linear_cases import (  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
-from cupynorm.norm import cache, route  # noqa: E402
+from cupynorm.norm import calls, prepared  # noqa: E402
 from cupynorm.norm.request import (  # noqa: E402
     BackwardOperands,
     BackwardOptions,
@@ -95,13 +95,13 @@ def test_only_the_wanted_gradients_are_computed(frozen):
 
 def count_normalizations(monkeypatch) -> list:
     made = []
-    plain = route.prepare_forward
+    plain = calls.prepare_forward
 
     def prepare_forward(request, purpose):
         made.append(request)
         return plain(request, purpose)
 
-    monkeypatch.setattr(route, "prepare_forward", prepare_forward)
+    monkeypatch.setattr(calls, "prepare_forward", prepare_forward)
     return made
 
 
@@ -253,7 +253,7 @@ def test_dx_is_written_over_dy(device, case, dtype, names, recomputed):
         asked = BackwardOptions(
             True, (num_cols,), False, names, recompute=recomputed, launch=launch, **more
         )
-        return route.backward(BackwardRequest(operands, asked))[:5]  # without functors
+        return calls.backward(BackwardRequest(operands, asked))[:5]  # without functors
 
     spent = dy.clone()
     expected, made = gradients(dy), gradients(spent, overwrite_dy=True)
@@ -318,15 +318,15 @@ def test_a_recomputing_backward_has_its_own_prepared_call(kernels):
     for _ in range(2):
         for recompute, bias in ((False, None), (True, None), (True, torch.ones(24))):
             asked = options._replace(recompute=recompute)
-            dx, _, _, _, y, _ = route.backward(BackwardRequest(operands._replace(bias=bias), asked))
+            dx, _, _, _, y, _ = calls.backward(BackwardRequest(operands._replace(bias=bias), asked))
             assert dx.isfinite().all() and (y is None) == (not recompute)
             if y is not None:
                 shift = 0.0 if bias is None else 1.0
                 torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (24,)) + shift)
-    assert len(cache.backwards) == 3
+    assert len(prepared.backwards) == 3
     operands = BackwardOperands(dy[:0], x[:0], mean[:0], rstd[:0])
     asked = BackwardRequest(operands, options._replace(recompute=True))
-    assert route.backward(asked).y.shape == (0, 24)
+    assert calls.backward(asked).y.shape == (0, 24)
 
 
 @pytest.mark.parametrize("norm_name", NORMS)

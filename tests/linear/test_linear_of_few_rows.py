@@ -18,7 +18,7 @@ from linear_cases import NORMS, assert_replays_see_new_values, recorded, rms_off
 from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.linear import few_rows, one_kernel  # noqa: E402
 from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
-from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y  # noqa: E402
+from cupynorm.norm.calls import FOR_STATISTICS, FOR_Y  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 

@@ -15,7 +15,6 @@ import cupynorm  # noqa: E402
 from cupynorm import CurrentScaling, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
 from cupynorm.linear import function  # noqa: E402
 from cupynorm.nn import autograd, modes  # noqa: E402
-from cupynorm.norm import route  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -61,5 +60,5 @@ def test_a_linear_layer(run_as_they_are):
 
 def test_a_norm(run_as_they_are):
     run_as_they_are(cupynorm.LayerNorm.forward, cupynorm.layer_norm)
-    run_as_they_are(route.normalize, autograd.normalize)
+    run_as_they_are(autograd.normalize)
     assert_compiled_is_right(cupynorm.LayerNorm(100))

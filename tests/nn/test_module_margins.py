@@ -12,8 +12,8 @@ from repository_files import MODULES
 
 from cupynorm import Launch
 from cupynorm.gpu import launch, nvrtc
-from cupynorm.norm import arguments, cache
-from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, PreparedBackward, PreparedForward
+from cupynorm.norm import arguments, prepared
+from cupynorm.norm.calls import FOR_STATISTICS, FOR_Y, PreparedForward, prepare_backward
 from cupynorm.norm.request import (
     BackwardOperands,
     BackwardRequest,
@@ -67,12 +67,12 @@ def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
         asked = ForwardOptions(False, (1024,), 1e-5, False, "float32", launch=launch)
         purpose = FOR_STATISTICS if wants_statistics else FOR_Y
         prepared = PreparedForward(ForwardRequest(ForwardOperands(x), asked), purpose)
-        return prepared, prepared.steps[0][0].grid_size
+        return prepared, prepared.on_gpu.steps[0][0].grid_size
 
     def backward(options):
         asked = options._replace(dx_dtype="float32", dweight_dtype=None, dbias_dtype=None)
         request = BackwardRequest(BackwardOperands(x, x, None, rstd), asked)
-        return PreparedBackward(request).steps[0][0].grid_size
+        return prepare_backward(request)[0].steps[0][0].grid_size
 
     prepared, recorded = forward(MARGINS, True)
     assert recorded == forward(32, True)[1]
@@ -86,9 +86,8 @@ def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
 def test_a_module_passes_on_its_launch(ours, theirs, memory_efficient, kernels, monkeypatch):
     launch = Launch(sm_margin=MARGINS)
     ours(8, launch=launch, memory_efficient=memory_efficient)(random_input(3, 8))
-    assert [part.launch for key in cache.forwards for part in key if hasattr(part, "launch")] == [
-        launch
-    ]
+    parts = [part for *_, rest in prepared.forwards for part in rest]
+    assert [part.launch for part in parts if hasattr(part, "launch")] == [launch]
 
 
 def test_a_launch_for_the_cpu_warns_once():
@@ -122,7 +121,7 @@ def test_margins_reach_the_plans(ours, theirs, monkeypatch):
         return plain(problem, device, num_rows, **options)
 
     monkeypatch.setattr(arguments, "make_plan", make_plan)
-    cache.forget()
+    prepared.forget()
     module = ours(
         1024, device="cuda", launch=Launch(sm_margin={"forward": 1, "backward": 2, "inference": 3})
     )
@@ -132,4 +131,4 @@ def test_margins_reach_the_plans(ours, theirs, monkeypatch):
     with torch.no_grad():
         assert torch.equal(module(x), y)  # the grid changes, no bit of the result
     assert seen == [("forward", 1), ("backward", 2), ("forward", 3)]
-    cache.forget()
+    prepared.forget()

@@ -8,7 +8,7 @@ from cupynorm.reference import fp8 as reference
 from delayed_scaling import Machine
 
 import cupynorm
-from cupynorm.norm import cache
+from cupynorm.norm import prepared
 
 torch = pytest.importorskip("torch")
 
@@ -31,8 +31,8 @@ def exact_y(module, x):
     By the tile of the last 8-bit call in the arithmetic's dtype, or by the reference in float64.
     """
     options = {"out_dtype": "float64"}
-    if cache.forwards:
-        plan = next(reversed(cache.forwards.values())).plan
+    if prepared.forwards:
+        plan = next(reversed(prepared.forwards.values())).plan
         options = {
             "out_dtype": "float32",
             "launch": cupynorm.Launch(plan.strategy, plan.tile, plan.statistics),
@@ -67,7 +67,7 @@ RECIPES = (
 @BOTH
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_bytes_and_scales_of_two_steps(recipe, kind, anywhere):
-    cache.forget()
+    prepared.forget()
     module = make(kind, device=anywhere)
     scale = np.float32(1)
     for step in range(2):

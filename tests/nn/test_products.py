@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import products, quantization, recipes  # noqa: E402
+from cupynorm.nn import private, products, quantization, recipes  # noqa: E402
 from cupynorm.nn.products import Factor  # noqa: E402
 
 
@@ -61,7 +61,7 @@ def test_products_of_any_extents_are_within_bounds(device, blocks, kinds, shape)
 def test_operands_of_torch_s_product(monkeypatch, shape):
     """The code for a GPU, run on the CPU, pads to multiples of 16 and gives the same products."""
     num_rows, depth, num_cols = shape
-    plain, seen = torch._scaled_mm, []
+    plain, seen = private.scaled_mm, []
 
     def scaled_mm(a, b, *, scale_a, scale_b, use_fast_accum, **options):
         assert a.shape[1] % 16 == 0 and b.shape[0] == a.shape[1] and b.shape[1] % 16 == 0
@@ -78,7 +78,7 @@ def test_operands_of_torch_s_product(monkeypatch, shape):
         except (RuntimeError, NotImplementedError) as error:
             pytest.skip(f"this torch multiplies no 8-bit floats on the CPU: {error}")
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(private, "scaled_mm", scaled_mm)
     generator = torch.Generator().manual_seed(0)
     a, b = (
         quantization.quantize(

@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 
 import cupynorm
-from cupynorm.norm import cache, route
+from cupynorm.norm import prepared
 
 torch = pytest.importorskip("torch")
 from cupynorm.nn import autograd  # noqa: E402
@@ -87,18 +87,18 @@ def recorded(launched, name):
 def test_a_forward_launches_the_same_after_any_other(launched):
     alone = {}
     for name in FORWARDS:
-        cache.forget()
+        prepared.forget()
         alone[name] = recorded(launched, name)
     assert "operand 0" not in alone["transposed"][0][0][1]  # a copy is read
     for first, second in permutations(alone, 2):
-        cache.forget()
+        prepared.forget()
         assert recorded(launched, first) == alone[first], first
         assert recorded(launched, second) == alone[second], (first, second)
 
 
 def test_a_repeated_forward_is_not_checked_again(launched):
     for name in ("plain", "recorded", "bias", "residual"):
-        cache.forget()
+        prepared.forget()
         recorded(launched, name)
         before = launched.prepared
         recorded(launched, name)
@@ -156,14 +156,14 @@ def test_a_backward_launches_the_same_after_any_other(launched):
     tensors["residual"] = tensor(4, 64)
     alone = {}
     for name in BACKWARDS:
-        cache.forget()
+        prepared.forget()
         alone[name] = recorded_backward(launched, name, tensors)
     assert len({str(each) for each in alone.values()}) == len(alone)
     for first, second in permutations(alone, 2):
-        cache.forget()
+        prepared.forget()
         assert recorded_backward(launched, first, tensors) == alone[first], first
         assert recorded_backward(launched, second, tensors) == alone[second], (first, second)
-    cache.forget()
+    prepared.forget()
     recorded_backward(launched, "plain", tensors)
     before = launched.prepared
     recorded_backward(launched, "plain", tensors)
@@ -202,9 +202,9 @@ def test_gradient_of_an_input_alone_in_a_repeated_call(kernels):
 
 @pytest.mark.parametrize("name", ["plain", "recorded", "bias", "residual", "eps", "rms_norm"])
 def test_a_repeated_forward_makes_no_request(launched, monkeypatch, name):
-    made, plain = [], route.ForwardRequest
+    made, plain = [], autograd.ForwardRequest
     monkeypatch.setattr(
-        route, "ForwardRequest", lambda *fields: made.append(fields) or plain(*fields)
+        autograd, "ForwardRequest", lambda *fields: made.append(fields) or plain(*fields)
     )
     for _ in range(2):
         if name == "rms_norm":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from quantized_calls import How, expected
 
 import cupynorm
-from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import compute_dtype
 from cupynorm.gpu import arrays
-from cupynorm.norm import cache
-from cupynorm.norm.quantized_tensor import QuantizedTensor
+from cupynorm.norm import prepared
+from cupynorm.norm.quantized import QuantizedTensor
 
 torch = pytest.importorskip("torch")
 
@@ -102,5 +102,5 @@ def same_tile(x, scaling, name, options):
     """The strategy, tile and statistics of the call before, which quantised."""
     if "launch" in options:
         return {}
-    plan = next(reversed(cache.forwards.values())).plan
+    plan = next(reversed(prepared.forwards.values())).plan
     return {"launch": cupynorm.Launch(plan.strategy, plan.tile, plan.statistics)}

@@ -8,7 +8,7 @@ import pytest
 import cupynorm
 from cupynorm import functors
 from cupynorm.gpu.arrays import View
-from cupynorm.norm.functors import place
+from cupynorm.norm.arguments import place
 from cupynorm.plan.functor_text import MOST
 
 

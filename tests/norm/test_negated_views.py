@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 import cupynorm
-from cupynorm.norm import cache, quantize, reduce_matrix
+from cupynorm.norm import prepared, quantized
 
 torch = pytest.importorskip("torch")
 from fused_cases import random  # noqa: E402
@@ -118,7 +118,7 @@ def test_calls_whatever_was_negated_before(device, norm, name, is_recorded):
 
     expected = call(plain, dy)
     for calls in ((other, other, plain, plain, other), (plain, plain, other, other, plain)):
-        cache.forget()
+        prepared.forget()
         for given in calls:
             for upstream in (dy, negated(dy)) if given is calls[0] else (negated(dy), dy):
                 assert all(map(torch.equal, call(given, upstream), expected))
@@ -167,13 +167,13 @@ def test_functors_with_negated_arrays(device, is_recorded):
 
 def test_matrices_that_are_negated(device):
     x = {"x": draw(device, ROWS, COLS)}
-    assert_same(lambda x: reduce_matrix.sum_rows(x, "float32"), x)
+    assert_same(lambda x: quantized.sum_rows(x, "float32"), x)
 
-    def quantized(x):
-        made = quantize.quantize(x, "float8_e4m3fn", transpose=True, sums="float32")
+    def of(x):
+        made = quantized.quantize(x, "float8_e4m3fn", transpose=True, sums="float32")
         return made.data.float(), made.transposed.float(), made.sums
 
-    assert_same(quantized, x)
+    assert_same(of, x)
 
 
 @pytest.mark.parametrize("is_first_strided", [False, True])
@@ -184,15 +184,15 @@ def test_what_quantises_a_norm_again_is_negated(device, is_first_strided):
     tensors |= {"weight": draw(device, COLS, seed=1), "bias": draw(device, COLS, seed=2)}
     tensors |= {"scale": torch.tensor([0.5], device=device)}
 
-    def quantized(mean, rstd, weight, bias, scale):
-        of_norm = quantize.OfNorm(True, weight, bias, False, mean, rstd)
-        made = quantize.quantize(x, "float8_e4m3fn", scale, transpose=True, of_norm=of_norm)
+    def of(mean, rstd, weight, bias, scale):
+        of_norm = quantized.OfNorm(True, weight, bias, False, mean, rstd)
+        made = quantized.quantize(x, "float8_e4m3fn", scale, transpose=True, of_norm=of_norm)
         return made.data.float(), made.transposed.float(), made.scale_inv
 
     strided = {name: each.repeat_interleave(2)[::2] for name, each in tensors.items()}
     first, second = (strided, tensors) if is_first_strided else (tensors, strided)
-    assert all(map(torch.equal, quantized(**first), quantized(**second)))
-    assert_same(quantized, tensors)
+    assert all(map(torch.equal, of(**first), of(**second)))
+    assert_same(of, tensors)
 
 
 # Zeros that have no memory.

@@ -10,7 +10,7 @@ from array_libraries import api, loaded_torch, ones
 
 import cupynorm
 from cupynorm.check.cases import NORMS
-from cupynorm.norm.options import extents_of
+from cupynorm.norm.checks import extents_of
 from cupynorm.plan.problem import Tile
 
 

@@ -8,7 +8,7 @@ from array_libraries import library, loaded_torch
 
 import cupynorm
 from cupynorm import Launch
-from cupynorm.norm import cache
+from cupynorm.norm import prepared
 from cupynorm.plan.problem import Tile
 
 
@@ -55,10 +55,10 @@ def test_a_wrong_argument_is_refused_after_a_right_one_that_equals_it(name):
         with pytest.raises((TypeError, ValueError), match="expected"):
             cupynorm.layer_norm(array, **bad)
     # Equal arguments of the same meaning share a prepared call.
-    before = len(cache.forwards)
+    before = len(prepared.forwards)
     for shape in ((40,), [40], 40, np.int64(40)):
         cupynorm.layer_norm(x, shape)
-    assert len(cache.forwards) <= before + 1
+    assert len(prepared.forwards) <= before + 1
 
 
 @pytest.mark.gpu

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from quantized_calls import How, expected
 
 import cupynorm
 from cupynorm import Launch
-from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import FLOAT8S
-from cupynorm.norm import cache
+from cupynorm.norm import prepared
 from cupynorm.plan.devices import DEVICES as GPUS
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.grids import fetches_ahead
@@ -95,7 +95,7 @@ def test_bytes_of_every_strategy(strategy, scaling, device):
     )
     options = {"weight": weight, "bias": bias, "launch": Launch(strategy)}
     made = cupynorm.layer_norm(x, num_cols, out_dtype=how_of(scaling), **options)
-    plan = next(reversed(cache.forwards.values())).plan
+    plan = next(reversed(prepared.forwards.values())).plan
     y = cupynorm.layer_norm_forward(
         x,
         num_cols,

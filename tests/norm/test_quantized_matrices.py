@@ -8,7 +8,7 @@ from cupynorm.reference import fp8
 
 import cupynorm
 from cupynorm.dtypes import DTYPES, compute_dtype
-from cupynorm.norm import quantize as quantized
+from cupynorm.norm import quantized as quantized
 
 torch = pytest.importorskip("torch")
 from float8_bytes import numpy, random, same_bytes, where_off  # noqa: E402  (imports torch)

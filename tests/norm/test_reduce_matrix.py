@@ -14,7 +14,7 @@ from float8_bytes import numpy, random  # noqa: E402
 
 from cupynorm.linear import matrices  # noqa: E402
 from cupynorm.nn import quantization  # noqa: E402
-from cupynorm.norm import reduce_matrix  # noqa: E402
+from cupynorm.norm import quantized  # noqa: E402
 
 SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (0, 8), (5, 0)]
 
@@ -33,9 +33,9 @@ SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (
 def test_sums_over_rows_are_within_bounds_and_repeat(dtype, sums, shape, device):
     """They repeat to the bit, and err by their additions and one rounding."""
     x = random(*shape, dtype=getattr(torch, dtype), device=device) + 0.25
-    made = reduce_matrix.sum_rows(x, sums)
+    made = quantized.sum_rows(x, sums)
     assert made.dtype == getattr(torch, sums) and tuple(made.shape) == shape[1:]
-    assert torch.equal(made, reduce_matrix.sum_rows(x, sums))
+    assert torch.equal(made, quantized.sum_rows(x, sums))
     wide = x.double()
     _, num_slabs, rows_of_slab = reduce_matrix_launch(DEVICES["H200"], *shape, dtype, 8, sums)
     additions = min(rows_of_slab, shape[0]) + num_slabs
@@ -58,7 +58,7 @@ def test_the_largest_magnitude_is_exact(dtype, shape, device):
         if value is not None and x.numel():
             x[-1, -1] = value
         found, expected = (
-            reduce_matrix.amax(x),
+            quantized.amax(x),
             x.abs().amax().float() if x.numel() else torch.zeros(()),
         )
         assert found.dtype == torch.float32 and found.shape == (1,)
@@ -68,7 +68,7 @@ def test_the_largest_magnitude_is_exact(dtype, shape, device):
 def test_the_largest_magnitude_of_denormal_numbers_is_exact(device):
     """The kernels flush denormals where they compare floats."""
     x = (random(40, 136, dtype=torch.float64) * 2e-39).to(torch.bfloat16)
-    assert 0 < reduce_matrix.amax(x.to(device)).item() == x.abs().max().item() < 2.0**-126
+    assert 0 < quantized.amax(x.to(device)).item() == x.abs().max().item() < 2.0**-126
 
 
 def test_views_give_the_results_of_contiguous_matrices(device):
@@ -78,12 +78,12 @@ def test_views_give_the_results_of_contiguous_matrices(device):
         expected = view.double().sum(0)
         allowed = len(view) * 2.0**-24 * view.double().abs().sum(0)  # each addition rounds
         for made in (
-            reduce_matrix.sum_rows(view, "float32"),
+            quantized.sum_rows(view, "float32"),
             matrices.sum_rows(view, torch.float32),
         ):
             assert made.dtype == torch.float32
             assert ((made.double() - expected).abs() <= allowed).all()
-        assert reduce_matrix.amax(view).item() == view.abs().max().item()
+        assert quantized.amax(view).item() == view.abs().max().item()
 
 
 def test_amax_of_a_matrix_is_one_launch_and_amax_of_rows_is_torch_s(kernels):

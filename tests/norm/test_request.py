@@ -9,16 +9,9 @@ import pytest
 
 import cupynorm
 from cupynorm.functors import dropout
-from cupynorm.norm import cache
-from cupynorm.norm.functors import bind_functors
-from cupynorm.norm.launch_choice import (
-    Launch,
-    Margins,
-    margin_of,
-    of_backward,
-    planned_with,
-)
-from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
+from cupynorm.norm import prepared
+from cupynorm.norm.calls import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
+from cupynorm.norm.checks import bind_functors
 from cupynorm.norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -26,8 +19,13 @@ from cupynorm.norm.request import (
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
+    Launch,
+    Margins,
     Quantization,
     is_plain,
+    margin_of,
+    of_backward,
+    planned_with,
 )
 
 torch = pytest.importorskip("torch")
@@ -175,7 +173,7 @@ def test_equal_requests_share_a_prepared_call(kernels):
 
     first = prepared_forward(options=options(), weight=torch.ones(8))
     assert prepared_forward(options=options(), weight=torch.ones(8)) is first
-    assert len(cache.forwards) == 1
+    assert len(prepared.forwards) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,7 +240,7 @@ def test_an_eps_of_true_is_refused_after_a_call_with_an_equal_eps(kernels):
 def test_a_request_that_is_refused_leaves_no_prepared_call(kernels):
     with pytest.raises(ValueError, match="weight has shape"):
         prepared_forward(weight=torch.ones(7))
-    assert not cache.forwards
+    assert not prepared.forwards
 
 
 def prepared_backward(*, dsum=None, **options) -> object:
@@ -255,7 +253,7 @@ def prepared_backward(*, dsum=None, **options) -> object:
 def test_equal_backward_requests_share_a_prepared_call(kernels):
     first = prepared_backward(launch=Launch("warp"))
     assert prepared_backward(launch=Launch("warp")) is first
-    assert len(cache.backwards) == 1
+    assert len(prepared.backwards) == 1
 
 
 @pytest.mark.parametrize(

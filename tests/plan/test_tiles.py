@@ -17,7 +17,7 @@ from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.gpu import on_cpu
-from cupynorm.norm import cache, tiles
+from cupynorm.norm import prepared, tiles
 from cupynorm.norm.plans import plan
 from cupynorm.plan import dispatch
 from cupynorm.plan.devices import DEVICES
@@ -192,10 +192,10 @@ def test_plans_follow_the_table_and_return(file):
 
 
 def test_prepared_calls_are_forgotten(file, monkeypatch):
-    monkeypatch.setattr(cache, "forwards", {"a call": "with its plan"})
-    monkeypatch.setattr(cache, "backwards", {"a call": "with its plan"})
+    monkeypatch.setattr(prepared, "forwards", {"a call": "with its plan"})
+    monkeypatch.setattr(prepared, "backwards", {"a call": "with its plan"})
     cupynorm.use_tiles(file)
-    assert not cache.forwards and not cache.backwards
+    assert not prepared.forwards and not prepared.backwards
 
 
 def test_without_a_gpu_every_table_is_taken(file, monkeypatch):
@@ -298,7 +298,7 @@ def test_calls_on_a_gpu_follow_the_table(tmp_path, monkeypatch):
 
     def strategies():
         made = cupynorm.layer_norm(x, (1024,), weight, bias)
-        return made, [each.plan.reason for each in cache.forwards.values()]
+        return made, [each.plan.reason for each in prepared.forwards.values()]
 
     plain, _ = strategies()
     cupynorm.use_tiles(tmp_path / "here.json")
