@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ..dtypes import DTYPES
-from ..norm.plans import plan
 from ..plan import dispatch
 from ..plan.devices import Device
 from ..plan.dispatch import Plan
+from ..plan.plans import plan
 from ..plan.strategies import STRATEGIES
 from .activations import Activations
 from .cases import DIRECTIONS, Case

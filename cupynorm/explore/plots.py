@@ -16,7 +16,7 @@ import numpy as np
 from ..bench import style
 from ..bench.plot import draw_speeds, panels_of, require_matplotlib
 from ..bench.report import BenchResult
-from ..norm.plans import plan
+from ..plan.plans import plan
 from ..plan.strategies import STRATEGIES
 from ..svg import COLORS
 

@@ -12,9 +12,9 @@ from ..check.cases import NORMS, Case, random_problem
 from ..check.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
 from ..check.run import run_kernels
 from ..norm.checks import names_what_was_removed
-from ..norm.plans import full_name, plan
 from ..norm.request import tile_of
 from ..plan.devices import Device
+from ..plan.plans import full_name, plan
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import StatisticsName, StrategyName
 from ..svg import Picture

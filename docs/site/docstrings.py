@@ -28,7 +28,7 @@ _PAGES = {
     "norms": ("Norms", ("norm", "gpu", "plan.functor_text")),
     "linear": ("Norm and linear layer", ("linear", "parallel")),
     "torch": ("torch modules and recipes", ("nn",)),
-    "plans": ("Plans", ("plan", "norm.plans", "norm.tiles")),
+    "plans": ("Plans", ("plan",)),
     "check": ("Gradient check", ("check",)),
     "explore": ("Exploring kernels", ("explore",)),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy_as_cupy
 import pytest
+from cupynorm.plan.candidates import candidates
 
 import cupynorm
 from cupynorm import __main__ as command
@@ -19,11 +20,10 @@ from cupynorm.check.cases import NORMS, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import arrays, launch, nvrtc, on_cpu
 from cupynorm.norm import tiles
-from cupynorm.norm.plans import plan
 from cupynorm.plan import dispatch
-from cupynorm.plan.candidates import candidates
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Tile
 
 H200 = DEVICES["H200"]

@@ -9,7 +9,7 @@ from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import decode, encode
-from cupynorm.norm.plans import plan
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Tile
 from cupynorm.plan.strategies import STATISTICS
 

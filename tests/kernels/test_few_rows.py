@@ -10,8 +10,8 @@ from kernel_checks import check
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.run import run_kernels
-from cupynorm.norm.plans import plan
 from cupynorm.plan import dispatch, grids
+from cupynorm.plan.plans import plan
 
 ONE_LAUNCH = "backward_few.cu"
 BACKWARDS = {

@@ -17,7 +17,7 @@ from cupynorm.check.results import judge
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu.source_files import cuda_src
-from cupynorm.norm.plans import plan
+from cupynorm.plan.plans import plan
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
 
 

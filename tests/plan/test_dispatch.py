@@ -11,11 +11,11 @@ import pytest
 from plan_problems import CUDA_SRC, DIRECTIONS, GPUS, TABLE, problem_of, slice_of, without_file
 
 from cupynorm.dtypes import DTYPES
-from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES, Device, device_like
 from cupynorm.plan.dispatch import choose, make_plan, widest
 from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Choice
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import cupynorm
-from cupynorm.norm.plans import plan
 from cupynorm.plan import measured
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
@@ -21,6 +20,7 @@ from cupynorm.plan.measured import (
     tile_of,
     write_rows,
 )
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import PATHS_OF_STRATEGY, Layout, Problem
 
 FOLDER = Path(cupynorm.__file__).parent / "plan"

@@ -9,9 +9,9 @@ from dataclasses import fields
 import pytest
 from plan_problems import CUDA_SRC, DIRECTIONS, TABLE, problem_of
 
-from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import make_plan
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import PATHS, PATHS_OF_STRATEGY, Tile
 
 

@@ -18,9 +18,9 @@ from cupynorm.check.results import judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.gpu import on_cpu
 from cupynorm.norm import prepared, tiles
-from cupynorm.norm.plans import plan
 from cupynorm.plan import dispatch
 from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Tile
 
 H200 = DEVICES["H200"]
