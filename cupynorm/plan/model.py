@@ -22,7 +22,7 @@ from .devices import Device
 from .problem import PATHS_OF_STRATEGY, SCALINGS, Problem, Tile, ceil_div, cols_of_slice
 
 # The bytes of y that a thread keeps unpacked, at most, until the scale of an 8-bit row is known:
-# the limit in cuda_src/rows/register_row.cuh.
+# the limit in register_row.cuh.
 MOST_BYTES_MADE = 320
 
 

@@ -1,4 +1,4 @@
-"""abilities.py: rings, bundles and scales of blocks that a kernel can do."""
+"""model.py: rings, bundles and scales of blocks that a kernel can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tile_model.py: shared memory as in the structs of cuda_src.
+"""model.py: shared memory as in the structs of cuda_src.
 
 Nothing here needs a GPU. The sizes of the structs come from the C++ compiler.
 """
