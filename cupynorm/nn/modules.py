@@ -23,7 +23,7 @@ from ..norm.request import (
     Quantization,
     checked_launch,
 )
-from ..plan.functors import BoundFunctor, Functors, Fuse
+from ..plan.functor_text import BoundFunctor, Functors, Fuse
 from . import scales, wrapped
 from .autograd import layer_norm, normalize, rms_norm
 from .dtypes import name_of
