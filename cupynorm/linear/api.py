@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..gpu.arrays import type_in_words
-from ..nn.dtypes import product_dtype
+from ..nn.modes import product_dtype
 from . import function
 from .call import LinearCall, LinearOptions, Operands, is_fused, launch_of
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays, launch
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..norm.calls import FOR_Y
 from ..plan import few_products, product_choice
 from ..plan.products import NormLinearProblem

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..gpu import arrays
 from ..nn import modes, private, quantization
 from ..nn.autocast import Region
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..nn.products import Factor, multiply
 from ..nn.recipes import BlockScaling, DelayedScaling
 from ..norm.quantized import QuantizedTensor

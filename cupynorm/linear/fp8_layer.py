@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import amaxes, autocast, fp8, modes, wrapped
-from ..nn.dtypes import outside_autocast, product_dtype
+from ..nn import amaxes, autocast, by_torch, fp8, modes
+from ..nn.modes import outside_autocast, product_dtype
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized import QuantizedTensor
 from . import fp8 as fp8_linear
@@ -64,7 +64,7 @@ class Fp8Layer(GradientLayer):
                 raise NotImplementedError(
                     "fp8_output is True and input is nested; expected fp8_output=False"
                 )
-            packing = wrapped.Packing(operands.input, 1)
+            packing = by_torch.Packing(operands.input, 1)
             operands = operands._replace(input=packing.values(operands.input, "input"))
             return packing.nested(self._project_in_fp8(call, operands, fp8_output))
         _refuse_transforms(operands)
@@ -147,7 +147,7 @@ class Fp8Layer(GradientLayer):
             return  # a checkpoint runs the call again, or a pipeline before the first step
         _refuse_transforms(operands)
         if operands.input.is_nested:
-            values = wrapped.Packing(operands.input, 1).values(operands.input, "input")
+            values = by_torch.Packing(operands.input, 1).values(operands.input, "input")
             operands = operands._replace(input=values)
         check_call(LinearCall(operands, self.linear_options(product_dtype(operands.input))))
         recipe, options = region.calibration, self.linear_options(torch.float32)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..gpu.arrays import type_in_words
-from ..nn import autograd, by_torch, dtypes, modes, wrapped
-from ..nn.dtypes import name_of
+from ..nn import autograd, by_torch, modes
+from ..nn.modes import name_of
 from ..norm.calls import FOR_STATISTICS, FOR_Y
 from . import compute, fold, one_kernel
 from .call import (
@@ -104,9 +104,9 @@ def _by_torch(
             return compiled.normalize_and_project(call)
     normalized, added = normalize_and_add(call)
     parts = operands.weights, operands.biases
-    if wrapped.is_any_dtensor(normalized):
-        parts = ([wrapped.on_every_rank(each, normalized) for each in part] for part in parts)
-    elif wrapped.is_any_dtensor(*operands.weights, *operands.biases):
+    if by_torch.is_any_dtensor(normalized):
+        parts = ([by_torch.on_every_rank(each, normalized) for each in part] for part in parts)
+    elif by_torch.is_any_dtensor(*operands.weights, *operands.biases):
         raise TypeError(
             "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
         )
@@ -138,7 +138,7 @@ def normalize_and_add(call: LinearCall) -> tuple[Tensor, Tensor]:
 def _normalize_and_project_nested(call: LinearCall, sink, folded) -> tuple:
     """Of a jagged input: its rows are one dense tensor."""
     operands = call.operands
-    packing = wrapped.Packing(operands.input, 1)
+    packing = by_torch.Packing(operands.input, 1)
     packed = {"input": packing.values(operands.input, "input")}
     if operands.residual is not None:
         packed["residual"] = packing.values(operands.residual, "residual")
@@ -166,7 +166,7 @@ def check_call(call: LinearCall) -> None:
     if _is_compiling() or modes.is_jit_traced():
         return  # torch's operations check shapes, and the tracer warns of each look at one
     if not fits(operands):
-        check(operands, is_cast=dtypes.in_autocast(operands.input))
+        check(operands, is_cast=modes.in_autocast(operands.input))
 
 
 class Projected(torch.autograd.Function):
@@ -215,7 +215,7 @@ class Projected(torch.autograd.Function):
                 "create_graph is True for a layer with fuse_wgrad_accumulation or "
                 "delay_wgrad_compute; expected create_graph=False"
             )
-        with dtypes.outside_autocast(norm.x):  # backward() may be called inside of it
+        with modes.outside_autocast(norm.x):  # backward() may be called inside of it
             weight = join(weights) if cast is None else cast
             saved = compute.Saved(norm, normalized, weight, weights, biases)
             wanted, sink = asked_for(ctx, ctx.needs_input_grad[3:], ctx.sink)
@@ -247,7 +247,7 @@ def _differentiable(ctx, norm: SavedNorm, weights, biases, incoming) -> list[Ten
         weight, bias = concatenate(weights, options.dtype), concatenate(biases, options.dtype)
         return functional.linear(normalized, weight, bias), normalized
 
-    with dtypes.outside_autocast(norm.x):
+    with modes.outside_autocast(norm.x):
         tensors = (norm.x, norm.norm_weight, norm.norm_bias, *weights, *biases)
         dx, *others = by_torch.pull_back(run, (dy, dnormalized), tensors)
     dx = dsum if dx is None else dx if dsum is None else dx + dsum

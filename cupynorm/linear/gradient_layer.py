@@ -8,8 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..nn.dtypes import outside_autocast
-from ..nn.modes import is_compiling, is_inside_backward, learns_shapes, wants_gradient
+from ..nn.modes import (
+    is_compiling,
+    is_inside_backward,
+    learns_shapes,
+    outside_autocast,
+    wants_gradient,
+)
 from .weight_gradients import (
     Step,
     WeightGradientSink,

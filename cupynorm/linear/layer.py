@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..gpu.arrays import type_in_words
 from ..nn import autocast, modes
-from ..nn.dtypes import product_dtype
+from ..nn.modes import product_dtype
 from ..norm.quantized import QuantizedTensor
 from .call import Operands
 from .fp8 import RegionCall

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..nn import autocast, fp8, modes
-from ..nn.dtypes import product_dtype
+from ..nn.modes import product_dtype
 from ..norm.quantized import QuantizedTensor
 from .call import LinearCall, LinearOptions, Operands
 from .function import normalize_and_project

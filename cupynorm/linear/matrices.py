@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import products
-from ..nn.dtypes import name_of, outside_autocast
+from ..nn.modes import name_of, outside_autocast
 from ..norm import quantized
 
 

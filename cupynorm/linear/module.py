@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nn.dtypes import SUPPORTED, product_dtype
-from ..nn.modes import are_plain, is_compiling, run_untraced
+from ..nn.modes import SUPPORTED, are_plain, is_compiling, product_dtype, run_untraced
 from ..norm.quantized import QuantizedTensor
 from . import fold, one_kernel
 from .call import (

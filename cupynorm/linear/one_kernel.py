@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..norm.request import margin_of
 from ..plan import product_choice, products
 from ..plan.products import NormLinearProblem

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import fp8, quantization
-from ..nn.dtypes import name_of
 from ..nn.fp8 import Scales
+from ..nn.modes import name_of
 from ..nn.products import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,

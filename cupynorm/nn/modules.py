@@ -24,10 +24,9 @@ from ..norm.request import (
     checked_launch,
 )
 from ..plan.functors import BoundFunctor, Functors, Fuse
-from . import amaxes, autocast, fp8, wrapped
+from . import amaxes, autocast, by_torch, fp8
 from .autograd import layer_norm, normalize, rms_norm
-from .dtypes import name_of
-from .modes import is_recorded, is_transformed, learns_shapes, run_untraced
+from .modes import is_recorded, is_transformed, learns_shapes, name_of, run_untraced
 from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
 from .second_names import either
 
@@ -222,7 +221,7 @@ class Norm(torch.nn.Module):
                 "torch.export or make_fx was asked to record a norm with fp8_output=True; expected "
                 "fp8_output=False"
             )
-        is_sharded = wrapped.is_any_dtensor(input)
+        is_sharded = by_torch.is_any_dtensor(input)
         if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
         autocast.check_checkpoint(region)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .autograd import layer_norm, rms_norm
-from .dtypes import name_of
+from .modes import name_of
 
 
 class Formula(NamedTuple):

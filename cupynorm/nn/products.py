@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..norm.quantized import QuantizedTensor
 from . import private
-from .dtypes import arithmetic, outside_autocast
+from .modes import arithmetic, outside_autocast
 from .recipes import BLOCK_SIZE
 
 

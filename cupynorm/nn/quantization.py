@@ -21,7 +21,7 @@ from torch.nn.functional import pad as pad_with_zeros
 from ..gpu import arrays
 from ..norm import quantized as matrix_kernels
 from ..norm.quantized import QuantizedTensor
-from .dtypes import name_of
+from .modes import name_of
 from .products import pad, sum_rows
 from .recipes import BLOCK_SIZE, LARGEST, LARGEST_FLOAT32
 

@@ -28,7 +28,7 @@ from torch import distributed
 
 from ..linear.call import Operands
 from ..nn import autocast, modes
-from ..nn.dtypes import product_dtype
+from ..nn.modes import product_dtype
 from ..nn.private import is_any_autocast_enabled
 from ..nn.recipes import DelayedScaling, Recipe
 

@@ -13,8 +13,8 @@ from ..linear.call import LinearCall, Operands, all_of
 from ..linear.function import normalize_and_add
 from ..linear.matrices import as_result, concatenate
 from ..linear.weight_gradients import WeightGradientSink, asked_for
-from ..nn import modes, private, wrapped
-from ..nn.dtypes import outside_autocast
+from ..nn import by_torch, modes, private
+from ..nn.modes import outside_autocast
 from ..norm.request import replaced
 from . import column, row
 from .products import FloatProducts, Products
@@ -54,7 +54,7 @@ def check_plain(operands: Operands) -> None:
             "torch.func or forward mode was asked to transform a layer with tp_size of 2 or more; "
             "expected it outside of them"
         )
-    if wrapped.is_any_dtensor(*all_of(operands)):
+    if by_torch.is_any_dtensor(*all_of(operands)):
         raise NotImplementedError(
             "a DTensor was given to a layer with tp_size of 2 or more; expected plain tensors, "
             "to_local()"

@@ -25,7 +25,7 @@ from ..linear.matrices import as_rows
 from ..linear.module import OneRankLayerNormLinear
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn import autocast, modes
-from ..nn.dtypes import product_dtype
+from ..nn.modes import product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
 from . import agreement

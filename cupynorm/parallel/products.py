@@ -23,7 +23,7 @@ from ..linear.one_kernel import Folded
 from ..linear.quantizers import transposed_factor
 from ..linear.weight_gradients import WeightGradientSink, WeightProduct
 from ..nn import quantization
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..nn.products import Factor, multiply
 from ..nn.recipes import BlockScaling
 from ..norm.quantized import QuantizedTensor

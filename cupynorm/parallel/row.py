@@ -29,7 +29,7 @@ from ..gpu import arrays
 from ..linear.call import LinearOptions, Operands, check_eps
 from ..linear.matrices import as_rows
 from ..linear.weight_gradients import WeightGradientSink
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..norm import calls
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest
 from .products import Kept, Products, joined_bias, weight_gradients

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 import cupynorm
-from cupynorm.norm import prepared
+from cupynorm.norm import prepared, quantized
 
 torch = pytest.importorskip("torch")
 from fused_cases import random  # noqa: E402
