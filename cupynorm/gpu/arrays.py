@@ -392,7 +392,7 @@ def to_float64(array: Any) -> np.ndarray:
         # After numpy() torch could not resize the tensor, as fully_shard does with weights.
         return np.from_dlpack(in_memory(array.detach().cpu().double()))
     array = array.get() if is_cupy(array) else array
-    if array.dtype.name == "bfloat16":
+    if array.dtype.kind == "V":  # bfloat16; its name takes longer
         return decode(np.ascontiguousarray(array).view(np.uint16), "bfloat16")
     return array.astype(np.float64)
 

@@ -6,7 +6,6 @@ them. by_torch.py computes all others, and the gradients of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -25,10 +24,8 @@ from ..norm.request import (
     ForwardOptions,
     ForwardRequest,
     FusedBackward,
-    Launch,
     replaced,
 )
-from ..plan.functors import Fuse
 from . import by_torch
 from .modes import (
     arithmetic,
@@ -63,47 +60,6 @@ def norm(
     if results is None:
         results = normalize(ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options)))
     return results if return_residual else results[0]
-
-
-def layer_norm(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """cupynorm.layer_norm for modules, with memory_efficient among the options."""
-    return _norm_of_module(True, normalized_shape, (input, weight, bias), eps, **options)
-
-
-def rms_norm(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
-    **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """cupynorm.rms_norm for modules, as layer_norm."""
-    return _norm_of_module(False, normalized_shape, (input, weight, None), eps, **options)
-
-
-def _norm_of_module(
-    centered: bool,
-    normalized_shape: Sequence[int],
-    tensors: tuple,
-    eps: float | None,
-    *,
-    residual: torch.Tensor | None = None,
-    return_residual: bool = False,
-    zero_centered_weight: bool = False,
-    round_x_hat: bool = False,
-    fuse: Fuse = (),
-    launch: Launch | None = None,
-    memory_efficient: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    options = (eps, zero_centered_weight, round_x_hat, None, None, fuse, launch, memory_efficient)
-    return norm(centered, normalized_shape, (*tensors, residual), options, return_residual)
 
 
 def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:

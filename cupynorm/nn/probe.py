@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .autograd import layer_norm, rms_norm
+from ..functional import layer_norm, rms_norm
 from .modes import name_of
 
 
