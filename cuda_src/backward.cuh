@@ -7,8 +7,8 @@
 #include "backward_stores.cuh"
 #include "functor_gradient.cuh"
 #include "load.cuh"
-#include "mean_rstd.cuh"
-#include "next_kernel.cuh"
+#include "statistics.cuh"
+#include "threads.cuh"
 
 // The gradient of one row.
 template <class Compute>

@@ -3,12 +3,10 @@
 // A kernel knows only its row: `load` reads it (load.cuh), `store` writes its results (store.cuh).
 // Every thread of a kernel calls start() first, write() for each row, and finish() last.
 #pragma once
-#include "early_parameters.cuh"
 #include "functor.cuh"
 #include "load.cuh"
 #include "quantize_store.cuh"
-#include "quantized_write.cuh"
-#include "residual_load.cuh"
+#include "quantized_row.cuh"
 #include "statistics.cuh"
 #include "store.cuh"
 #include "sum_load.cuh"

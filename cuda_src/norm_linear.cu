@@ -7,10 +7,10 @@
 // takes: bfloat16 and float16, columns of x and of y multiples of 8
 // needs: sm_90a. weight: times the norm's weight, each row centered for LayerNorm, then rounded.
 //        terms: the sums of these rows, and weight times the norm's bias plus the bias
-#include "next_kernel.cuh"
-#include "product_loads.cuh"
 #include "product_rows.cuh"
+#include "product_tiles.cuh"
 #include "row_statistics.cuh"
+#include "threads.cuh"
 
 template <class T>
 struct NormLinear {

@@ -5,8 +5,8 @@
 // takes: any matrix
 // needs: num_cols and row strides multiples of pack_size, addresses aligned to a pack; for sums,
 //        shared memory for a pack of sums a thread
-#include "amax.cuh"
 #include "load.cuh"
+#include "scales.cuh"
 
 // The rows and columns of a block. Blocks with neighbouring numbers share the rows.
 template <Tile tile>

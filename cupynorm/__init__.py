@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from . import functors as functors
     from . import reference as reference
-    from .check.gradient_check import check as check
+    from .check.check import check as check
     from .check.results import CheckResult as CheckResult
     from .explore.experiment import Experiment as Experiment
     from .explore.experiment import experiment as experiment
@@ -79,7 +79,7 @@ _WITHOUT_TORCH = {
     "plan.functors": "functor Functor FunctorError",
     "plan.problem": "Tile",
     "plan.strategies": "STRATEGIES",
-    "check.gradient_check": "check",
+    "check.check": "check",
     "check.results": "CheckResult",
     "explore.experiment": "experiment Experiment",
     "explore.explain": "explain Explanation",

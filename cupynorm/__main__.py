@@ -1,4 +1,4 @@
-"""python -m cupynorm [check | fuzz | plan | bench | tune]
+"""python -m cupynorm [check | plan | bench | tune]
 
 Exit codes: 0 all is well; 1 a kernel is off, failed or became slower; 2 the request is not
 possible, with a sentence on stderr; 130 interrupted.
@@ -15,7 +15,6 @@ from . import __version__
 from .bench import command as bench_command
 from .bench import tune_command
 from .check import command as check_command
-from .check.fuzz import command as fuzz_command
 from .gpu import launch, on_cpu
 from .gpu.environment import has_gpu
 from .gpu.nvrtc import MissingLibraryError
@@ -23,7 +22,7 @@ from .norm import plan_command
 from .plan.devices import Device
 from .table import printable
 
-COMMANDS = ("check", "fuzz", "plan", "bench", "tune")
+COMMANDS = ("check", "plan", "bench", "tune")
 
 
 def current_device() -> Device | None:
@@ -38,7 +37,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"cupynorm {__version__}")
     commands = top.add_subparsers(dest="command", metavar=f"{{{','.join(COMMANDS)}}}")
     check_command.add_to(commands)
-    fuzz_command.add_to(commands)
     plan_command.add_to(commands, current_device)
     bench_command.add_to(commands)
     tune_command.add_to(commands)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from cupynorm.reference import fp8
 from every_quantized import E4M3, E5M2, Kept
+from quantized_calls import same_bytes
 
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.quantized import same_bytes
 from cupynorm.check.results import Finding, judge
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows

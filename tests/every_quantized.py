@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import quantized_calls as quantized
+from quantized_calls import How
 
-from cupynorm.check import quantized
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.quantized import How
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES

@@ -77,6 +77,6 @@ def test_python_files_are_short():
 
 
 def test_the_model_of_tiles_is_short():
-    """A special case of one GPU, or of few widths, belongs to a data file (measured_tiles.py)."""
+    """A special case of one GPU, or of few widths, belongs to a data file (measured.py)."""
     model = [PACKAGE / "plan" / name for name in ("tile_model.py", "paths.py", "abilities.py")]
     assert sum(len(path.read_text().splitlines()) for path in model) <= MOST_LINES_OF_MODEL

@@ -3,12 +3,58 @@
 // load_pack / store_pack    move 16, 8, 4, 2 or 1 bytes at once (32 and 64 bytes as several of 16)
 //
 // The caller guarantees that a pack's address is a multiple of min(16, its bytes). convert.cuh has
-// its values.
+// its values. The types that depend on a pack's element type come first.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "types.cuh"
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+// The type of the arithmetic: float for every element type but double.
+template <class T>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+
+// The wider type of arithmetic of two element types; void counts as none.
+template <class A, class B>
+struct WiderOf {
+  using type = typename ComputeOf<A>::type;
+};
+template <class A>
+struct WiderOf<A, double> {
+  using type = double;
+};
+
+// A, or B if A is void.
+template <class A, class B>
+struct Otherwise {
+  using type = A;
+};
+template <class B>
+struct Otherwise<void, B> {
+  using type = B;
+};
+
+// Stands for a value that an instance does not need.
+struct Nothing {};
+
+// A if `first`, else B.
+template <bool first, class A, class B>
+struct Either {
+  using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using type = B;
+};
 
 // The word that a pack's bytes are kept in: 32 bits, or fewer for a pack of one or two bytes.
 template <int bytes>

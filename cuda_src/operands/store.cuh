@@ -6,11 +6,11 @@
 // quantizes   whether it writes 8-bit floats (quantize_store.cuh)
 // prefetch_parameters   one block brings what keep loads to the L2 cache
 // written     the address of y, for kernels that bundle rows
-// A user's own struct may take their place. Offsets are 64-bit. Others: quantize_store.cuh;
-// of backward: backward_stores.cuh.
+// A user's own struct may take their place. Offsets are 64-bit. Of backward: backward_stores.cuh.
 #pragma once
 #include "memory.cuh"
 #include "parameter.cuh"
+#include "tile.cuh"
 
 // y = x_hat * weight + bias. Rounded: the element type that x_hat is rounded to before the weight
 // multiplies it, as some models define it; void: it is not rounded.
@@ -99,3 +99,46 @@ struct Store {
     store(row, col, values, keep<pack_size>(col));
   }
 };
+
+// When forward loads the weight and bias of a row. loads_for(row, store) is what for_each_pack_with
+// of a row calls to load them.
+//   LateParameters     after the statistics: a thread keeps few of them at a time, and other blocks
+//                      hide the latency
+//   EarlyParameters    with the row, if tile.early: where rows are few, nothing hides a second
+//                      latency
+struct LateParameters {
+  template <class Row, class Store>
+  __device__ __forceinline__ auto loads_for(const Row&, const Store& store) const {
+    return [&store](long long col) { return store.template keep<Row::pack_size>(col); };
+  }
+};
+
+template <class Store, Tile tile>
+struct EarlyParameters {
+  using Kept = decltype(Store{}.template keep<tile.pack_size>(0));
+
+  Kept kept[tile.packs_per_thread];
+
+  template <class Row>
+  __device__ __forceinline__ EarlyParameters(const Row& row, const Store& store) {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack)
+      kept[pack] = store.template keep<tile.pack_size>(row.col(pack));
+  }
+
+  // for_each_pack_with loads the packs in their order, each once.
+  template <class Row>
+  __device__ __forceinline__ auto loads_for(const Row&, const Store&) const {
+    return [this, pack = 0](long long) mutable { return kept[pack++]; };
+  }
+};
+
+// One of the two, made after the loads of the row have started.
+template <Tile tile, class Row, class Store>
+__device__ __forceinline__ auto row_parameters(const Row& row, const Store& store) {
+  if constexpr (tile.early) {
+    return EarlyParameters<Store, tile>(row, store);
+  } else {
+    return LateParameters{};
+  }
+}

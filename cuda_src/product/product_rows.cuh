@@ -1,9 +1,9 @@
 // product_rows.cuh -- norm_linear.cu: a warpgroup's 64 rows of x times the weight, and its results
 #pragma once
 #include "column_terms.cuh"
-#include "known_rows.cuh"
 #include "product_tiles.cuh"
-#include "warpgroup_product.cuh"
+#include "row_statistics.cuh"
+#include "warpgroup.cuh"
 
 // Says that this warp has done with a stage, to each block that loads into it.
 template <int cluster_size>

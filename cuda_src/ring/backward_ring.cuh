@@ -8,10 +8,9 @@
 // Each thread keeps its weights, and its sums of dweight and dbias, from the first row to the last.
 #pragma once
 #include "backward.cuh"
-#include "backward_ring_streams.cuh"
+#include "backward_ring_inputs.cuh"
 #include "exchange.cuh"
 #include "ring.cuh"
-#include "ring_parameters.cuh"
 
 // Groups of threads add their sums in pairs, through the shared memory of their rings; the first
 // group writes the total. ring: of this warp, no longer in use.

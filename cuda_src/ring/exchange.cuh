@@ -8,7 +8,7 @@
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"
-#include "ring_shape.cuh"
+#include "ring.cuh"
 
 // Whether this lane has the second of two values.
 __device__ __forceinline__ bool has_second() { return threadIdx.x & 16; }

@@ -6,7 +6,7 @@
 // KeptResults            y and its scales
 // forward_ring_scaled    the turns of a warp
 #pragma once
-#include "ring_row.cuh"
+#include "forward_ring.cuh"
 #include "ring_statistics.cuh"
 
 // Empty unless the scales of a row are found before it is written.

@@ -5,8 +5,8 @@
 // receive_statistics    each warp
 #pragma once
 #include "exchange.cuh"
-#include "mean_rstd.cuh"
-#include "sums.cuh"
+#include "reduce.cuh"
+#include "statistics.cuh"
 
 // The part's mean, and the sum of squared deviations from it, which merge to those of the row
 // (Chan, Golub, LeVeque 1983). rest: the rounding error of the mean, 0 for equal values. RMSNorm:

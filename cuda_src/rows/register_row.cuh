@@ -3,7 +3,7 @@
 // Each thread has packs_per_thread packs, in the type that holds the row exactly; each pass unpacks
 // them. The members are those of every row (uncached_row.cuh).
 #pragma once
-#include "register_cols.cuh"
+#include "tile.cuh"
 
 // What fits the registers of a thread beside a row that it keeps. With these limits nothing spills:
 // a test compiles the kernels.

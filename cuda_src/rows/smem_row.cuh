@@ -3,8 +3,8 @@
 // A thread reads only the packs that it has written itself, so no barrier is needed. The members
 // are those of every row (uncached_row.cuh).
 #pragma once
-#include "register_cols.cuh"
 #include "register_row.cuh"
+#include "tile.cuh"
 
 // f(col) for each pack of this thread: neighbouring threads take neighbouring packs of the slice.
 template <Tile tile, class F>

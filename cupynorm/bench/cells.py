@@ -1,34 +1,64 @@
-"""What the benchmark measures: cells, of widths and rows or of the shapes of known models."""
+"""What the benchmark measures: norms of widths or of known models' shapes, and norm + linear."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ..check.cases import NORMS
 from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
-from ..plan.problem import SCALINGS, Layout, Problem
-from .models import MODELS
+from ..plan.problem import DIRECTIONS, NORMS, cols_of_scale
 
 COLS = tuple(2**exponent for exponent in range(5, 19))
-DIRECTIONS = ("forward", "backward", "both")
-# Features that not every library offers.
-EXTRAS = ("residual", "zero_centered", "out_dtype", "scale", "amax")
 EPS = 1e-5
-OURS, COPY = "cupynorm", "copy"
+OURS, COPY, GEMM = "cupynorm", "copy", "gemm"
+FORMATS, PASSES = ("bfloat16", "fp8"), ("forward", "both")
 _X_BYTES = 2**29
+_SHARE_OF_COPY = 0.97  # that a norm before a product is to reach
+
+# name -> (norm, num_cols, numbers of rows)
+MODELS = {
+    # Eleven shapes on which eight libraries were compared: launches and caches matter here.
+    "mix": [
+        ("rms_norm", 4096, (16384, 2048)),
+        ("rms_norm", 8192, (8192,)),
+        ("rms_norm", 16384, (4096,)),
+        ("rms_norm", 128, (131072, 8192)),
+        ("rms_norm", 2048, (4096,)),
+        ("layer_norm", 1024, (4096, 49152)),
+        ("layer_norm", 4096, (16384,)),
+        ("layer_norm", 8192, (4096,)),
+    ],
+    # Few rows, as in decoding and small batches. A launch and the latency of memory decide here.
+    "few": [
+        (norm, num_cols, (1, 16, 64, 256, 1024, 4096))
+        for norm in NORMS
+        for num_cols in (64, 128, 1024, 2880, 4096, 8192, 12288, 16384)
+    ],
+}
+# rows x in_features x out_features: projections of language models, in training and in decoding.
+LINEAR_SHAPES = (
+    (8192, 4096, 12288),
+    (16384, 4096, 6144),
+    (4096, 8192, 10240),
+    (49152, 1024, 3072),
+    (32768, 2048, 6144),
+    (1, 4096, 12288),
+    (16, 4096, 12288),
+    (64, 4096, 12288),
+    (256, 4096, 12288),
+)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem that is timed: x as [num_rows, num_cols], with weight, and bias for layer_norm.
+    """A norm that is timed: x [num_rows, num_cols] with weight, and bias for layer_norm.
 
-    direction: "forward", "backward", or "both" timed together. dtype: of x, and of the tensors
-    below unless given. weight_dtype: of weight and bias. out_dtype: of y and dy.
-    residual: forward adds a residual and returns the sum, backward adds the gradient of the sum.
-    zero_centered: multiply by 1 + weight. scale: of a y in 8 bits, one of problem.SCALINGS.
-    amax: with a given scale, also record the largest |y|.
+    direction: "forward" or "backward". dtype: of x, and of the tensors below unless given.
+    weight_dtype: of weight and bias. out_dtype: of y and dy. residual: forward adds a residual and
+    returns the sum, backward adds the gradient of the sum. zero_centered: multiply by 1 + weight.
+    scale: of a y in 8 bits, one of
+    problem.SCALINGS. amax: with a given scale, also record the largest |y|.
     """
 
     norm: str
@@ -54,14 +84,10 @@ class Cell:
         return self.weight_dtype or self.dtype
 
     @property
-    def passes(self) -> tuple[str, ...]:
-        """The directions that run."""
-        return DIRECTIONS[:2] if self.direction == "both" else (self.direction,)
-
-    @property
-    def extras(self) -> list[str]:
-        """Those of EXTRAS that the cell has."""
-        return [name for name in EXTRAS if getattr(self, name)]
+    def extras(self) -> set[str]:
+        """Features that not every library offers."""
+        names = ("residual", "zero_centered", "out_dtype", "scale", "amax")
+        return {name for name in names if getattr(self, name)}
 
     @property
     def num_bytes(self) -> int:
@@ -70,117 +96,111 @@ class Cell:
         Forward: x, y, residual, sum, scales. Backward: x, dy, dx, dsum.
         """
         x, y = DTYPES[self.dtype].itemsize, ELEMENTS[self.y].itemsize
-        of = {"forward": x + y + self.residual * 2 * x, "backward": 2 * x + y + self.residual * x}
-        layout = Layout.of_new_arrays(self.num_cols)
-        problem = Problem("forward", True, self.num_cols, self.dtype, layout, scaling=self.scale)
-        scales = problem.scale_bytes
-        return self.num_rows * (self.num_cols * sum(of[name] for name in self.passes) + scales)
-
-    @property
-    def details(self) -> str:
-        """dtypes and extras, in words."""
-        labelled = (("weight", self.weight_dtype), ("y", self.out_dtype), ("scale", self.scale))
-        named = [f"{label} {name}" for label, name in labelled if name]
-        extras = {"amax": self.amax, "residual": self.residual, "1 + weight": self.zero_centered}
-        return ", ".join([self.dtype, *named, *(label for label in extras if extras[label])])
+        of_element = x + y + (2 if self.direction == "forward" else 1) * self.residual * x
+        of_element += 0 if self.direction == "forward" else x
+        group = cols_of_scale(self.scale, self.num_cols)
+        of_scales = 4 * -(-self.num_cols // group) if group else 0
+        return self.num_rows * (self.num_cols * of_element + of_scales)
 
     @property
     def kind(self) -> str:
         """All but the shape: the title of its table."""
-        return f"{self.norm} {self.direction}, {self.details}"
+        labelled = (("weight", self.weight_dtype), ("y", self.out_dtype), ("scale", self.scale))
+        named = [f"{label} {name}" for label, name in labelled if name]
+        extras = {"amax": self.amax, "residual": self.residual, "1 + weight": self.zero_centered}
+        named += [label for label, given in extras.items() if given]
+        return f"{self.norm} {self.direction}, {', '.join([self.dtype, *named])}"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.num_rows} x {self.num_cols}"
 
     def __str__(self) -> str:
-        return f"{self.kind.replace(', ', ' ')} {self.num_rows} x {self.num_cols}"
+        return f"{self.kind.replace(', ', ' ')} {self.shape}"
+
+
+@dataclass(frozen=True)
+class LinearCell:
+    """A LayerNorm and the linear layer after it, in bfloat16.
+
+    format: of the product, "bfloat16" or "fp8". direction: "forward" or "both".
+    """
+
+    num_rows: int
+    in_features: int
+    out_features: int
+    format: str = "bfloat16"
+    direction: str = "forward"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the norm alone must move.
+
+        Forward: x and what it writes, in bfloat16 or 8 bits. Both: also x, two gradients and dx.
+        """
+        of_element = (4 if self.format == "bfloat16" else 3) + 6 * (self.direction == "both")
+        return self.num_rows * self.in_features * of_element
+
+    @property
+    def kind(self) -> str:
+        what = "forward" if self.direction == "forward" else "forward and backward"
+        return f"layer_norm + linear {what}, {self.format}"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.num_rows} x {self.in_features} x {self.out_features}"
+
+    def __str__(self) -> str:
+        return f"{self.kind.replace(', ', ' ')} {self.shape}"
+
+    def least(self, copy: float, gemm: float) -> float:
+        """What a norm that moves its bytes once and a product take together."""
+        return gemm + copy / _SHARE_OF_COPY
 
 
 def cells(
     norms: Sequence[str] = NORMS[:1],
     dtypes: Sequence[str] = ("bfloat16",),
-    directions: Sequence[str] = DIRECTIONS[:2],
+    directions: Sequence[str] = DIRECTIONS,
     cols: Sequence[int] = COLS,
-    elements: int | None = None,
     *,
     rows: Sequence[int] = (),
     models: Sequence[str] = (),
-    scales: Sequence[str] = (),
+    scales: Sequence[str | None] = (),
     **options: str | bool | None,
 ) -> list[Cell]:
     """Every combination, in the order in which a result shows them.
 
-    elements: of x; num_rows = elements // num_cols, by default of 512 MiB of x.
-    rows: num_rows, instead of elements. models: names of MODELS, whose norms and shapes are used
-    instead of norms, cols and rows. scales: of a y in 8 bits, by default "given".
-    options: weight_dtype, out_dtype, residual, zero_centered, amax of a Cell.
-    Raises ValueError for unknown names, for extents below 1 and for options that exclude each
-    other.
+    rows: num_rows, by default as many as have 512 MiB of x. models: names of MODELS, whose norms
+    and shapes are used instead. scales: of a y in 8 bits. options: other fields of a Cell.
     """
-    out_dtype, residual = options.get("out_dtype"), bool(options.pop("residual", False))
-    is_quantized = out_dtype in EIGHT_BITS
-    more_dtypes = (options.get("weight_dtype"), None if is_quantized else out_dtype)
-    for label, names, known in (
-        ("norm", norms, NORMS),
-        ("dtype", [*dtypes, *filter(None, more_dtypes)], tuple(DTYPES)),
-        ("direction", directions, DIRECTIONS),
-        ("scale", scales, SCALINGS),
-        ("models", models, tuple(MODELS)),
-    ):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{label} is {name!r}; expected {' or '.join(known)}")
-        if not names and label in ("norm", "dtype", "direction"):
-            raise ValueError(f"no {label} is given; expected one or more")
-    for label, extents in (("cols", cols), ("rows", rows)):
-        if any(extent < 1 for extent in extents) or (label == "cols" and not extents):
-            extents_text = ", ".join(map(str, extents)) or "empty"
-            raise ValueError(f"{label} is {extents_text}; expected extents of 1 or more")
-    _check_quantization(out_dtype, directions, scales, bool(options.get("amax")))
+    if options.get("out_dtype") in EIGHT_BITS:
+        scales = scales or ("given",)
+    made = []
+    for dtype, direction, scale in product(dtypes, directions, scales or (None,)):
+        shapes = [shape for name in models for shape in MODELS[name]]
+        if not models:
+            total = _X_BYTES // DTYPES[dtype].itemsize
+            shapes = [
+                (norm, num_cols, rows or (max(1, total // num_cols),))
+                for norm, num_cols in product(norms, cols)
+            ]
+        for norm, num_cols, counts in shapes:
+            for num_rows in counts:
+                shape = (norm, direction, dtype, num_rows, num_cols)
+                made.append(Cell(*shape, scale=scale, **options))
+    made.sort(key=lambda cell: NORMS.index(cell.norm))
+    return list(dict.fromkeys(made))  # two models may share a shape
 
-    def shapes(dtype: str) -> Iterator[tuple[str, int, int, bool]]:
-        """norm, num_rows, num_cols, and whether a residual is added."""
-        if models:
-            for shape in (shape for name in models for shape in MODELS[name]):
-                for num_rows in shape.num_rows:
-                    yield shape.norm, num_rows, shape.num_cols, residual or shape.residual
-            return
-        total = elements or _X_BYTES // DTYPES[dtype].itemsize
-        if not rows and total < max(cols):
-            raise ValueError(
-                f"elements is {total}, less than one row of {max(cols)} columns; "
-                "expected at least that many"
-            )
-        for norm, num_cols in product(norms, cols):
-            for num_rows in rows or (total // num_cols,):
-                yield norm, num_rows, num_cols, residual
 
-    scales = scales or ("given" if is_quantized else None,)
-    all_cells = [
-        Cell(norm, direction, dtype, num_rows, num_cols, residual=added, scale=scale, **options)
-        for dtype, direction, scale in product(dtypes, directions, scales)
-        for norm, num_rows, num_cols, added in shapes(dtype)
+def linear_cells(
+    shapes: Iterable[tuple[int, int, int]] = LINEAR_SHAPES,
+    formats: Sequence[str] = FORMATS,
+    directions: Sequence[str] = PASSES,
+) -> list[LinearCell]:
+    """Every combination. A decoder's few rows run forward alone."""
+    return [
+        LinearCell(*shape, format, direction)
+        for format, direction, shape in product(formats, directions, list(shapes))
+        if direction == "forward" or shape[0] > 256
     ]
-    all_cells.sort(key=lambda cell: NORMS.index(cell.norm))
-    return list(dict.fromkeys(all_cells))  # two models may share a shape
-
-
-def _check_quantization(
-    out_dtype: str | None, directions: Sequence[str], scales: Sequence[str], amax: bool
-) -> None:
-    """Raises ValueError for scales or amax that do not belong to out_dtype or the directions."""
-    is_quantized = out_dtype in EIGHT_BITS
-    if out_dtype == "int8" and (amax or set(scales) - {"given", "row"}):
-        raise ValueError("out_dtype is int8; expected scale given or row, without amax")
-    if scales and not is_quantized:
-        raise ValueError(
-            f"scale is {scales[0]!r} with out_dtype {out_dtype}; "
-            f"expected an out_dtype of {' or '.join(EIGHT_BITS)}"
-        )
-    if amax and (not is_quantized or set(scales) - {"given"}):
-        raise ValueError(
-            f"amax is recorded with out_dtype {out_dtype} and scale {', '.join(scales) or None}; "
-            "expected an out_dtype of 8 bits and scale given"
-        )
-    if is_quantized and tuple(directions) != DIRECTIONS[:1]:
-        raise ValueError(
-            f"direction is {', '.join(directions)} with out_dtype {out_dtype}; "
-            "expected forward, because no gradient has 8 bits"
-        )

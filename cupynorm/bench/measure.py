@@ -4,8 +4,8 @@ bytes     what any implementation must move. Forward reads x and writes y; backw
           and writes dx. A forward by itself has no gradients: a library may or may not write
           statistics.
 copy      a device-to-device copy that reads half of those bytes and writes the other half
-time      of cupynorm.bench.timer: kernel time, with a cold L2 cache
-runs      libraries take turns, so a drift of the clocks affects all
+time      of cupynorm.bench.timer: kernel time, with a cold L2 cache. Libraries take turns, so a
+          drift of the clocks affects all
 correct   once for each cell and library: outputs are NaN before the call, and sampled rows are
           compared with float64 (cupynorm.bench.truth)
 """
@@ -14,28 +14,39 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
+import torch
+
+import cupynorm
 
 from ..gpu import launch, nvrtc
 from ..gpu.environment import environment, has_gpu
-from ..norm.plans import plan
-from ..plan.devices import Device
-from ..plan.dispatch import Plan
-from .cells import COPY, EPS, OURS, Cell, cells
-from .peers import PEERS, fault, first_line, missing, version
+from .cells import COPY, EPS, OURS, Cell, LinearCell, cells
+from .peers import (
+    PEERS,
+    first_line,
+    inputs_of,
+    missing,
+    options_of,
+    prepare,
+    prepare_linear,
+    verify_linear,
+    version,
+)
 from .report import BenchResult, Measurement
-from .runners import options_of, prepare
-from .tensors import tensors_of
-from .timer import Timer, take_turns
-from .truth import Truth, verify
+from .timer import Runner, Timer, host_times, take_turns
+from .truth import Truth, copy_of, tensors_of, verify
+
+AnyCell = Cell | LinearCell
 
 
 def bench(
-    todo: Sequence[Cell] | None = None,
+    todo: Sequence[AnyCell] | None = None,
     *,
     runs: int = 30,
     seed: int | None = None,
@@ -45,21 +56,18 @@ def bench(
     progress: Callable[..., Iterable] | None = None,
     command: str = "cupynorm.bench.measure.bench()",
 ) -> BenchResult:
-    """Measure cupynorm and its peers on the current GPU, with weight and, for layer_norm, bias.
+    """Measure cupynorm and its peers on the current GPU.
 
-    todo: from cupynorm.bench.cells.cells, by default its defaults. runs: samples of each library in
-    each cell. seed: of the random data, fresh if None. peers: names of cupynorm.bench.peers.PEERS,
-    by default all that can run.
-    tiles: of cupynorm, to measure beside that of dispatch: "block: pack_size 8, threads_per_row
-    128, packs_per_thread 8". Cells are then of one direction each. A cell that a tile does not fit
-    says so.
+    todo: from cells() and linear_cells(), by default the widths of cells(). runs: samples of each
+    library in each cell. seed: of the random data, fresh if None. peers: names of PEERS, by default
+    all that can run. tiles: of cupynorm, to measure beside that of dispatch: "block: pack_size 8,
+    threads_per_row 128, packs_per_thread 8". A cell that a tile does not fit says so.
     jobs: processes that compile all kernels ahead, into caches on disk; 1 compiles each in its
-    turn.
-    progress: wraps the cells, as tqdm does. command: that made the result, for the README.
+    turn. progress: wraps the cells, as tqdm does. command: that made the result.
 
-    Returns a BenchResult, which prints as tables: microseconds, and GB/s of 10^9 bytes a second.
-    After the first cell, an interrupt (Ctrl-C) or a failure of cupynorm ends the run. The result
-    then has what was measured, and is not ok.
+    Returns a BenchResult: prints as tables; `medians` has the numbers for a script. After the first
+    cell, an interrupt (Ctrl-C) or a failure of cupynorm ends the run. The result then has what was
+    measured, and is not ok.
     Raises ValueError without a GPU and for unknown names, MissingLibraryError without CuPy, and
     what cupynorm raises in the first cell.
     """
@@ -68,49 +76,29 @@ def bench(
     if unknown:
         raise ValueError(f"peers has {unknown[0]!r}; expected some of {', '.join(PEERS)}")
     tiles = [f"{each['strategy']}: {each['tile']}" for each in map(options_of, tiles)]
-    if tiles and any(cell.direction == "both" for cell in todo):
-        raise ValueError("a tile belongs to one direction; expected cells of forward or backward")
     check_runs(runs)
-    seed = fresh_seed() if seed is None else seed
+    seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     progress = progress or (lambda items, **_: items)
-    wanted = list(dict.fromkeys((OURS, *(PEERS if peers is None else peers))))
+    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
     absent = {name: why for name in wanted if (why := missing(name))}
-    names = [name for name in wanted if name not in absent] + list(dict.fromkeys(tiles))
-    packages = [
-        name for name in names if name in PEERS and name not in (OURS, "torch", "torch.compile")
-    ]
-    machine = environment() | {"peers": {name: version(name) for name in packages}}
-    settings = {"runs": runs, "seed": seed, "eps": EPS, "command": command}
+    names = [*(name for name in wanted if name not in absent), *dict.fromkeys(tiles)]
     if jobs > 1:
-        compile_ahead(todo, names, seed, jobs, progress)
+        tried = [(cell, names, seed) for cell in todo]
+        list(in_processes(_try_once, tried, jobs, progress))
     timer = Timer.on_gpu()
-
-    def measure(at: int, cell: Cell) -> Measurement:
-        return measure_cell(cell, names, timer, runs, seed + 8 * at)
-
-    measurements, stopped = measure_each(todo, measure, timer, progress, "cell")
-    settings |= {"stopped": stopped} if stopped else {}
-    return BenchResult(machine, settings, measurements, absent)
-
-
-def measure_each(
-    todo: Sequence[Cell], measure: Callable, timer: Timer, progress: Callable, unit: str
-) -> tuple[list, str | None]:
-    """What measure(at, cell) found of each, and why the run ended early, or None.
-
-    After the first cell an interrupt or an error ends the run: minutes of measurements are kept.
-    """
-    found = []
+    versions = {name: version(name) for name in names if name in PEERS and name != OURS}
+    settings = {"runs": runs, "seed": seed, "eps": EPS, "command": command}
+    found: list[Measurement] = []
     try:
-        for at, cell in enumerate(progress(todo, desc="measuring", unit=unit)):
-            found.append(measure(at, cell))
+        for at, cell in enumerate(progress(todo, desc="measuring", unit="cell")):
+            found.append(measure_cell(cell, names, timer, runs, seed + 8 * at))
             timer.num_flushes.clear()
-            free_memory()
-    except (KeyboardInterrupt, Exception) as failure:
+            torch.cuda.empty_cache()
+    except (KeyboardInterrupt, Exception) as failure:  # minutes of measurements are kept
         if not found:
             raise
-        return found, f"after {len(found)} of {len(todo)} {unit}s: {first_line(failure)}"
-    return found, None
+        settings["stopped"] = f"after {len(found)} of {len(todo)} cells: {first_line(failure)}"
+    return BenchResult(environment() | {"peers": versions}, settings, found, absent)
 
 
 def check_runs(runs: int) -> None:
@@ -124,57 +112,63 @@ def check_runs(runs: int) -> None:
         )
 
 
-def fresh_seed() -> int:
-    return int(np.random.SeedSequence().generate_state(1)[0])
-
-
-def free_memory() -> None:
-    """Returns the memory that CuPy and torch keep for later to the GPU."""
-    nvrtc.cupy().get_default_memory_pool().free_all_blocks()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()
-
-
 def measure_cell(
-    cell: Cell, names: Sequence[str], timer: Timer, runs: int, seed: int
+    cell: AnyCell, names: Sequence[str], timer: Any, runs: int, seed: int, device: str = "cuda"
 ) -> Measurement:
-    """One cell, by the libraries and tiles of these names."""
-    tensors, copy = tensors_of(cell, seed)
-    truth = Truth(cell, tensors, seed)
-    plans = [plan_of(cell, direction) for direction in cell.passes]
-    runners = {COPY: copy}
-    errors: dict[str, float] = {}
-    faults: dict[str, str] = {}
+    """One cell, by the libraries and tiles of these names that have its kind."""
+    is_linear, strategy = isinstance(cell, LinearCell), ""
+    if is_linear:
+        inputs = inputs_of(cell, seed, device)
+        x = inputs.x
+    else:
+        tensors = tensors_of(cell, seed, device)
+        x, truth = tensors.x, Truth(cell, tensors, seed)
+        planned = plan_of(cell)
+        strategy = planned.strategy
+
+    def prepared(name: str) -> tuple[Runner, tuple[float, str | None]]:
+        if is_linear:
+            runner = prepare_linear(name, cell, inputs)
+            return runner, verify_linear(cell, inputs, runner.call())
+        runner = prepare(name, cell, tensors)
+        plan = planned if name == OURS else None
+        if name not in PEERS:
+            plan = plan_of(cell, **options_of(name))
+        # Kernels of other libraries, and welford's, subtract a rounded mean.
+        rounded_mean = plan is None or plan.statistics == "welford"
+        return runner, verify(runner, truth, rounded_mean=rounded_mean)
+
+    runners, errors, faults = {COPY: copy_of(cell.num_bytes, x)}, {}, {}
     for name in names:
+        peer = PEERS.get(name)
+        if (peer is None and is_linear) or (peer and not (peer.linear if is_linear else peer.norm)):
+            continue
         try:
-            of_ours = plans if name == OURS else []
-            if name not in PEERS:
-                of_ours = [plan_of(cell, cell.direction, **options_of(name))]
-            # Kernels of other libraries, and welford's, subtract a rounded mean.
-            rounded_mean = not of_ours or any(plan.statistics == "welford" for plan in of_ours)
-            runner = prepare(name, cell, tensors)
-            error, wrong = verify(runner, truth, rounded_mean=rounded_mean)
+            runner, (errors[name], wrong) = prepared(name)
             timer.sample(runner)
         except Exception as failure:  # a failing peer must not end the run
             if name == OURS:
                 raise
-            faults[name] = fault(name, failure)
+            errors.pop(name, None)
+            faults[name] = f"{name} could not run: {first_line(failure)}"
             continue
-        errors[name], runners[name] = error, runner
+        runners[name] = runner
         if wrong:
             faults[name] = f"{name} is off: {wrong}"
-    strategy = "/".join(dict.fromkeys(plan.strategy for plan in plans))
     return Measurement(cell, strategy, take_turns(timer, runners, runs), errors, faults)
 
 
-def plan_of(cell: Cell, direction: str, device: Device | None = None, **options: Any) -> Plan:
-    """Our plan of a cell, on the current GPU unless a device is given. options: strategy, tile."""
-    return plan(
+def plan_of(cell: Cell, device: Any = None, **options: Any) -> Any:
+    """Our Plan of a cell, on the current GPU by default. options: strategy and tile.
+
+    Raises ValueError for a tile that does not fit.
+    """
+    return cupynorm.plan(
         cell.num_cols,
         cell.num_rows,
         cell.dtype,
         norm=cell.norm,
-        direction=direction,
+        direction=cell.direction,
         device=device or launch.current_device(),
         weight_dtype=cell.parameters,
         bias_dtype=cell.parameters if cell.norm == "layer_norm" else None,
@@ -187,28 +181,83 @@ def plan_of(cell: Cell, direction: str, device: Device | None = None, **options:
     )
 
 
-def compile_ahead(
-    todo: Sequence[Cell], names: Sequence[str], seed: int, jobs: int, progress: Callable
-) -> None:
-    """Runs every library once on every cell, in several processes, to fill caches on disk."""
+def in_processes(
+    function: Callable, tasks: Sequence[tuple], jobs: int, progress: Callable[..., Iterable]
+) -> Iterable[Any]:
+    """function(*task) of each task, in order. None where a process died."""
     context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-    shown = {"total": len(todo), "desc": "compiling", "unit": "cell"}
-    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(todo)), context) as pool:
-        tried = [pool.submit(try_once, cell, names, seed) for cell in todo]
-        for each in progress(concurrent.futures.as_completed(tried), **shown):
-            each.exception()  # a process that died has compiled less; the run will say what fails
+    shown = {"total": len(tasks), "desc": "compiling", "unit": "task"}
+    with concurrent.futures.ProcessPoolExecutor(max(1, min(jobs, len(tasks))), context) as pool:
+        futures = [pool.submit(function, *task) for task in tasks]
+        for future in progress(futures, **shown):
+            yield None if future.exception() else future.result()
 
 
-def try_once(cell: Cell, names: Sequence[str], seed: int) -> None:
+def _try_once(cell: AnyCell, names: Sequence[str], seed: int) -> None:
     """Runs each of these libraries once on a cell. Errors are left to the measurement."""
-    tensors, _ = tensors_of(cell, seed)
     for name in names:
         try:
             if name not in PEERS or not missing(name):
-                runner = prepare(name, cell, tensors)
-                runner.call()
-                nvrtc.cupy().cuda.runtime.deviceSynchronize()
+                measure_cell(cell, [name], _Untimed(), 0, seed)
         except Exception:  # the measurement meets it again and names it
             pass
-    del tensors
-    free_memory()
+
+
+class _Untimed:
+    """A timer that only runs a call."""
+
+    def sample(self, runner: Runner) -> float:
+        runner.call()
+        torch.cuda.synchronize()
+        return 0.0
+
+
+def host(
+    norms: Sequence[str] = ("layer_norm",),
+    dtypes: Sequence[str] = ("bfloat16",),
+    *,
+    shapes: Sequence[tuple[int, int]] = ((4, 1024), (128, 4096)),
+    rounds: int = 200,
+    peers: Iterable[str] | None = None,
+    progress: Callable[..., Iterable] | None = None,
+    device: str = "cuda",
+) -> dict[str, dict[str, float]]:
+    """Microseconds of the host in an eager call, by case and library: functions and modules.
+
+    Cases: forward without gradients; forward that autograd records; that and its backward.
+    shapes: (num_rows, num_cols), small ones, on which the GPU keeps up. rounds: of 8 calls each.
+    peers, progress: as for bench.
+    """
+    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
+    names = [name for name in wanted if PEERS[name].norm and not (name != OURS and missing(name))]
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    found: dict[str, dict[str, float]] = {}
+    progress = progress or (lambda items, **_: items)
+    cases = list(product(norms, dtypes, shapes, (False, True)))
+    for norm, dtype, (num_rows, num_cols), record in progress(cases, desc="timing", unit="case"):
+        cell = Cell(norm, "forward", dtype, num_rows, num_cols)
+        tensors = tensors_of(cell, 0, device)
+        calls = {}
+        for name in names:
+            try:
+                calls[name] = prepare(name, cell, tensors, record=record).call
+                calls[name]()
+            except Exception:  # a peer that fails has no time
+                calls.pop(name, None)
+        for package in (cupynorm, torch.nn):  # called as a model calls them
+            name = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}[norm]
+            module = getattr(package, name)(num_cols, device=device, dtype=tensors.x.dtype)
+            module.requires_grad_(record)
+            x = tensors.x.detach().requires_grad_(record)
+            calls[f"{package.__name__}.{name}"] = partial(module, x)
+        case = f"{norm} {num_rows} x {num_cols} {dtype}, forward"
+        found[case + ", recorded" * record] = host_times(calls, rounds, wait)
+        if record:
+            both = {name: partial(_both, call, tensors.x) for name, call in calls.items()}
+            found[f"{case} and backward"] = host_times(both, rounds, wait)
+    return found
+
+
+def _both(call: Callable[[], torch.Tensor], dy: torch.Tensor) -> None:
+    """A call and its backward; gradients are added to those of the leaves."""
+    call().backward(dy)

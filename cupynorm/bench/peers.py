@@ -1,100 +1,119 @@
-"""The libraries that the benchmark measures, each by its own public API: cupynorm and its peers.
+"""What the benchmark measures beside each other: cupynorm and its peers, by their public APIs.
 
-A peer is one row of PEERS. Its `make` gets a cell and torch tensors. It returns the call that a
-user of the library would write, forward() -> y or (y, sum). Backward is what torch.autograd.grad
-then runs. A y in 8-bit floats is a QuantizedTensor or (data, scale_inv).
+A peer is one row of PEERS; a program may add its own. `norm` and `linear` get a cell and torch
+tensors and return the call that a user of the library would write. Backward is what
+torch.autograd.grad then runs.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from .. import functional
-from ..check.cases import NORMS
+import numpy as np
+import torch
+from torch.nn import functional
+
+import cupynorm
+
+from .. import reference
 from ..dtypes import EIGHT_BITS, compute_dtype
-from ..norm.request import Quantize
-from ..plan.problem import cols_of_scale
-from .cells import EPS, EXTRAS, OURS, Cell
-from .tensors import Tensors
+from ..plan.problem import Tile, cols_of_scale
+from ..plan.strategies import STRATEGIES
+from .cells import EPS, FORMATS, GEMM, OURS, Cell, LinearCell
+from .timer import Runner
+from .truth import Tensors, float64, normal_values
+
+_SAMPLED_ROWS = 16
+# Of y relative to its norm: one rounding of each factor and of y; in fp8 what the tests allow.
+_ALLOWED = {"bfloat16": 2.0**-7, "fp8": 0.06}
+
+
+class Inputs(NamedTuple):
+    """torch tensors in bfloat16: x, normalized [num_rows, in_features], dy, and the parameters."""
+
+    x: Any
+    normalized: Any
+    dy: Any
+    norm_weight: Any
+    norm_bias: Any
+    weight: Any
+    bias: Any
 
 
 @dataclass(frozen=True)
 class Peer:
     """How a library is used.
 
-    package: its name for pip, for its version. make(cell, tensors): the forward call, on torch
-    tensors. needs: modules that must be importable. norms: those that it has.
-    extras: norm -> those of EXTRAS that it offers. parameters: norm -> the only dtype that it takes
-    for weight and bias. has_backward: whether it has one. overwrites_dy: whether its backward
-    writes dx over dy.
+    package: its name for pip, for its version.
+    norm(cell, tensors): forward() -> y or (y, sum); a y of 8 bits is (data, scale_inv).
+    linear(cell, inputs): (forward() -> y, tensors that y is differentiated for).
+    needs: modules that must be importable. extras: norm -> Cell.extras that it offers.
+    parameters: norm -> the only dtype that it takes for weight and bias.
+    formats: of linear. overwrites_dy: whether its backward writes dx over dy.
     """
 
     package: str
-    make: Callable[[Cell, Tensors], Callable[[], Any]]
+    norm: Callable[[Cell, Tensors], Callable[[], Any]] | None = None
+    linear: Callable[[LinearCell, Inputs], tuple[Callable[[], Any], Sequence[Any]]] | None = None
     needs: tuple[str, ...] = ()
-    norms: tuple[str, ...] = NORMS
-    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    extras: Mapping[str, set[str]] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
-    has_backward: bool = True
+    formats: tuple[str, ...] = ("bfloat16",)
     overwrites_dy: bool = False
 
 
-# One function for each library. eps is EPS everywhere.
+# Norms. eps is EPS everywhere.
 
 
-def call_of_ours(cell: Cell, tensors: Tensors) -> Callable[..., Any]:
+def _ours(cell: Cell, tensors: Tensors) -> Callable[..., Any]:
     """cupynorm's forward call, which takes further options of layer_norm or rms_norm."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"zero_centered_weight": cell.zero_centered}
     if tensors.residual is not None:
-        options = {"residual": tensors.residual, "return_residual": True}
+        options |= {"residual": tensors.residual, "return_residual": True}
     if cell.scale:
         of_block = {"group_size": 64} if cell.scale == "block64" else {}
         scale = tensors.scale if cell.scale == "given" else cell.scale.removesuffix("64")
-        options["out_dtype"] = Quantize(cell.out_dtype, scale, amax=tensors.amax, **of_block)
+        quantize = cupynorm.Quantize(cell.out_dtype, scale, amax=tensors.amax, **of_block)
+        options["out_dtype"] = quantize
     elif cell.out_dtype:
         options["out_dtype"] = cell.out_dtype
-    if cell.zero_centered:
-        options["zero_centered_weight"] = True
-    x, shape, weight = tensors.x, (cell.num_cols,), tensors.weight
+    operands = (tensors.x, (cell.num_cols,), tensors.weight)
     if cell.norm == "layer_norm":
-        return partial(functional.layer_norm, x, shape, weight, tensors.bias, EPS, **options)
-    return partial(functional.rms_norm, x, shape, weight, EPS, **options)
+        return partial(cupynorm.layer_norm, *operands, tensors.bias, EPS, **options)
+    return partial(cupynorm.rms_norm, *operands, EPS, **options)
 
 
 def _torch(cell: Cell, tensors: Tensors) -> Callable:
-    import torch
+    return partial(_torch_expression(cell), *tensors[:5])
 
-    x, weight, bias = tensors.x, tensors.weight, tensors.bias
-    if cell.norm == "layer_norm" and tensors.residual is None:
-        return partial(torch.nn.functional.layer_norm, x, (cell.num_cols,), weight, bias, EPS)
-    return partial(_torch_expression(cell), x, weight, bias, tensors.residual)
+
+def _torch_compile(cell: Cell, tensors: Tensors) -> Callable:
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # else backward cannot run twice
+    torch.compiler.reset()  # each cell is compiled for its own shape
+    compiled = torch.compile(_torch_expression(cell), dynamic=False)
+    return partial(compiled, *tensors[:5])
 
 
 def _torch_expression(cell: Cell) -> Callable:
     """What users of torch write: forward(x, weight, bias, residual, scale) -> y or (y, sum)."""
-    import torch
-    from torch.nn import functional
-
-    centered, shape = cell.norm == "layer_norm", (cell.num_cols,)
     compute = getattr(torch, compute_dtype(cell.dtype).name)
 
-    def forward(x: Any, weight: Any, bias: Any, residual: Any, scale: Any = None) -> Any:
-        added = x if residual is None else x + residual
-        # A y of another dtype is rounded once.
-        operands = (added, weight, bias)
-        if cell.out_dtype:
-            operands = (each if each is None else each.to(compute) for each in operands)
-        rows, weight, bias = operands
-        if centered:
-            y = functional.layer_norm(rows, shape, weight, bias, EPS)
+    def forward(x: Any, weight: Any, bias: Any, residual: Any, scale: Any) -> Any:
+        added = rows = x if residual is None else x + residual
+        if cell.out_dtype:  # y is rounded once
+            rows, weight = rows.to(compute), weight.to(compute)
+            bias = bias if bias is None else bias.to(compute)
+        if cell.norm == "layer_norm":
+            y = functional.layer_norm(rows, (cell.num_cols,), weight, bias, EPS)
         else:
-            y = functional.rms_norm(rows, shape, weight, EPS)
+            y = functional.rms_norm(rows, (cell.num_cols,), weight, EPS)
         if cell.scale:
             y = _torch_quantize(cell, y, scale)
         elif cell.out_dtype:
@@ -104,11 +123,8 @@ def _torch_expression(cell: Cell) -> Callable:
     return forward
 
 
-def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
+def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, ...]:
     """data and scale_inv of a matrix, and amax if the cell has it."""
-    import torch
-    from torch.nn import functional
-
     largest = EIGHT_BITS[cell.y].largest
 
     def in_8_bits(values: Any) -> Any:
@@ -127,23 +143,6 @@ def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
     return in_8_bits((blocks / scale_inv[..., None]).flatten(-2)[..., : cell.num_cols]), scale_inv
 
 
-def _torch_compile(cell: Cell, tensors: Tensors) -> Callable:
-    import torch
-    import torch._functorch.config
-
-    torch._functorch.config.donated_buffer = False  # else backward cannot run twice
-    torch.compiler.reset()  # each cell is compiled for its own shape
-    compiled = torch.compile(_torch_expression(cell), dynamic=False)
-    x, weight, bias = tensors.x, tensors.weight, tensors.bias
-    return partial(compiled, x, weight, bias, tensors.residual, tensors.scale)
-
-
-def _tutorial(cell: Cell, tensors: Tensors) -> Callable:
-    from . import triton_tutorial as tutorial
-
-    return partial(tutorial.layer_norm, tensors.x, tensors.weight, tensors.bias, EPS)
-
-
 def _liger(cell: Cell, tensors: Tensors) -> Callable:
     from liger_kernel import ops
 
@@ -156,14 +155,12 @@ def _liger(cell: Cell, tensors: Tensors) -> Callable:
 
 
 def _quack(cell: Cell, tensors: Tensors) -> Callable:
-    import torch
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 
     x, weight, bias, residual = tensors.x, tensors.weight, tensors.bias, tensors.residual
     if cell.norm == "rms_norm":
-        out_dtype = getattr(torch, cell.out_dtype) if cell.out_dtype else None
+        dtypes = (getattr(torch, cell.out_dtype) if cell.out_dtype else None, None)
         with_sum, offset = residual is not None, float(cell.zero_centered)
-        dtypes = (out_dtype, None)
         return partial(rmsnorm, x, weight, None, residual, *dtypes, EPS, with_sum, offset)
     if not x.requires_grad:
         return partial(layernorm_fwd, x, weight, bias, EPS)
@@ -192,101 +189,121 @@ def _cudnn(cell: Cell, tensors: Tensors) -> Callable:
     return partial(cudnn_norm.rms_norm, x, weight, None, EPS)
 
 
-def _flash_attn(cell: Cell, tensors: Tensors) -> Callable:
-    from flash_attn.ops.triton import layer_norm as flash
-
-    function = flash.layer_norm_fn if cell.norm == "layer_norm" else flash.rms_norm_fn
-    options = {"residual": tensors.residual, "prenorm": tensors.residual is not None}
-    return partial(function, tensors.x, tensors.weight, tensors.bias, eps=EPS, **options)
+# A norm and the linear layer after it.
 
 
-def _apex(cell: Cell, tensors: Tensors) -> Callable:
-    from apex.normalization import fused_layer_norm as apex
+def _gemm(cell: LinearCell, inputs: Inputs) -> tuple:
+    """The product alone, on an input that is normalised, in fp8 also quantised, already."""
+    if cell.format == "bfloat16":
+        tensors = (inputs.normalized, inputs.weight, inputs.bias)
+        return partial(functional.linear, *tensors), tensors
+    from ..nn import quantization, recipes
+    from ..nn.products import Factor, multiply
 
-    x, weight, shape = tensors.x, tensors.weight, (cell.num_cols,)
-    if cell.norm == "layer_norm":
-        return partial(apex.fused_layer_norm_affine, x, weight, tensors.bias, shape, EPS)
-    return partial(apex.fused_rms_norm_affine, x, weight, shape, EPS)
+    both = cell.direction == "both"
+
+    def quantized(x, dtype=recipes.E4M3):
+        scale = quantization.scale_of(quantization.amax_of(x.detach()), dtype)
+        return quantization.quantize(x.detach(), scale, dtype, transpose=both)
+
+    def transposed(x):
+        return Factor(x.transposed, x.scale_inv)
+
+    x, weight = quantized(inputs.normalized), quantized(inputs.weight)
+    dy = quantized(inputs.dy, recipes.E5M2) if both else None
+    bias, dtype = inputs.bias.detach(), inputs.x.dtype
+
+    def products():
+        y = multiply(x, weight, dtype, bias=bias, fast=True)
+        if dy is not None:
+            multiply(dy, transposed(weight), dtype)
+            multiply(transposed(dy), transposed(x), dtype)
+            inputs.dy.detach().sum(0)
+        return y
+
+    return products, ()
 
 
-def _apex_fast(cell: Cell, tensors: Tensors) -> Callable:
-    from apex.contrib.layer_norm import FastLayerNorm
+def _torch_linear(cell: LinearCell, inputs: Inputs, compiled: bool = False) -> tuple:
+    def forward(x, norm_weight, norm_bias, weight, bias):
+        normalized = functional.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, EPS)
+        return functional.linear(normalized, weight, bias)
 
-    return partial(_with_parameters(FastLayerNorm(cell.num_cols, eps=EPS), tensors), tensors.x)
-
-
-def _transformer_engine(cell: Cell, tensors: Tensors) -> Callable:
-    from transformer_engine import pytorch as engine
-
-    make = engine.LayerNorm if cell.norm == "layer_norm" else engine.RMSNorm
-    options = {"dtype": tensors.weight.dtype, "zero_centered_gamma": cell.zero_centered}
-    return partial(_with_parameters(make(cell.num_cols, eps=EPS, **options), tensors), tensors.x)
+    if compiled:
+        torch.compiler.reset()  # each cell is compiled for its own shape
+        forward = torch.compile(forward, dynamic=False)
+    leaves = (inputs.x, *inputs[3:])
+    return partial(forward, *leaves), leaves
 
 
-def _with_parameters(module: Any, tensors: Tensors) -> Any:
-    module.weight = tensors.weight
-    if tensors.bias is not None:
-        module.bias = tensors.bias
-    return module
+def _our_linear(cell: LinearCell, inputs: Inputs, recipe: str = "", **options: Any) -> tuple:
+    """LayerNormLinear. In fp8 a forward alone reads a weight that is quantised already."""
+    options |= {"params_dtype": inputs.weight.dtype, "device": inputs.x.device}
+    layer = cupynorm.LayerNormLinear(cell.in_features, cell.out_features, EPS, **options)
+    layer.layer_norm_weight, layer.layer_norm_bias, layer.weight, layer.bias = inputs[3:]
+    leaves = (inputs.x, *inputs[3:])
+    if cell.format == "bfloat16":
+        return partial(layer, inputs.x), leaves
+    scaling = getattr(cupynorm, recipe or "DelayedScaling")()
+    is_cached = cell.direction == "forward"
 
+    def forward(first: bool | None = False if is_cached else None) -> Any:
+        with cupynorm.fp8_autocast(recipe=scaling):
+            return layer(inputs.x, is_first_microbatch=first)
 
-def _flashinfer(cell: Cell, tensors: Tensors) -> Callable:
-    from flashinfer import norm as flashinfer_norm
-
-    if cell.norm == "layer_norm":
-        return partial(flashinfer_norm.layernorm, tensors.x, tensors.weight, tensors.bias, EPS)
-    return partial(flashinfer_norm.rmsnorm, tensors.x, tensors.weight, EPS)
+    if is_cached:
+        forward(True)
+    return forward, leaves
 
 
 # What a library lacks is not emulated: `1 + weight` would be a kernel of its own.
 _FLOAT32 = {"layer_norm": "float32"}
-_RESIDUAL = {name: ("residual",) for name in NORMS}
-_ZERO_CENTERED = {name: ("zero_centered",) for name in NORMS}
+_ALL = {"residual", "zero_centered", "out_dtype", "scale", "amax"}
+
+
+def _of_both(extras: set[str]) -> dict[str, set[str]]:
+    return {"layer_norm": extras, "rms_norm": extras}
+
+
+def _our_layer(formats: tuple[str, ...], **options: Any) -> Peer:
+    return Peer("cupynorm", linear=partial(_our_linear, **options), formats=formats)
+
+
 PEERS = {
-    OURS: Peer("cupynorm", call_of_ours, extras=dict.fromkeys(NORMS, EXTRAS)),
-    "torch": Peer("torch", _torch, extras=_RESIDUAL),
+    OURS: Peer("cupynorm", _ours, _our_linear, extras=_of_both(_ALL), formats=FORMATS),
+    "torch": Peer("torch", _torch, _torch_linear, extras=_of_both({"residual"})),
     "torch.compile": Peer(
         "torch",
         _torch_compile,
+        partial(_torch_linear, compiled=True),
         ("triton",),
-        extras=dict.fromkeys(NORMS, ("residual", "out_dtype", "scale", "amax")),
+        _of_both(_ALL - {"zero_centered"}),
     ),
-    "tutorial": Peer("triton", _tutorial, ("triton",), NORMS[:1]),
     "liger": Peer(
         "liger-kernel",
         _liger,
-        ("liger_kernel.ops",),
-        extras={"rms_norm": ("zero_centered",)},
+        needs=("liger_kernel.ops",),
+        extras={"rms_norm": {"zero_centered"}},
         overwrites_dy=True,
     ),
     "quack": Peer(
         "quack-kernels",
         _quack,
-        ("quack.rmsnorm",),
-        extras={"rms_norm": ("residual", "zero_centered", "out_dtype")},
+        needs=("quack.rmsnorm",),
+        extras={"rms_norm": {"residual", "zero_centered", "out_dtype"}},
         parameters=_FLOAT32,
     ),
     "cudnn": Peer(
-        "nvidia-cudnn-frontend", _cudnn, ("cudnn.ops.norm.layernorm",), parameters=_FLOAT32
-    ),
-    "flash_attn": Peer(
-        "flash-attn", _flash_attn, ("flash_attn.ops.triton.layer_norm",), extras=_RESIDUAL
-    ),
-    "apex": Peer("apex", _apex, ("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda")),
-    "apex_fast": Peer("apex", _apex_fast, ("apex.contrib.layer_norm",), NORMS[:1]),
-    "transformer_engine": Peer(
-        "transformer-engine",
-        _transformer_engine,
-        ("transformer_engine.pytorch",),
-        extras=_ZERO_CENTERED,
-    ),
-    "flashinfer": Peer(
-        "flashinfer-python",
-        _flashinfer,
-        ("flashinfer.norm",),
+        "nvidia-cudnn-frontend",
+        _cudnn,
+        needs=("cudnn.ops.norm.layernorm",),
         parameters=_FLOAT32,
-        has_backward=False,
     ),
+    GEMM: Peer("torch", linear=_gemm, formats=FORMATS),
+    "cupynorm-saved": _our_layer(FORMATS, save_normalized=True),
+    "cupynorm-kernel": _our_layer(FORMATS[:1], fused="kernel"),
+    "cupynorm-plain": _our_layer(FORMATS[:1], fused="plain"),
+    "cupynorm-current": _our_layer(FORMATS[1:], recipe="CurrentScaling"),
 }
 
 
@@ -295,21 +312,12 @@ def missing(name: str) -> str | None:
     """Why a peer cannot run here, or None. Imports it."""
     if name == OURS:
         return None
-    why = not_importable(("torch", *PEERS[name].needs))
-    if why:
-        return why
-    torch = sys.modules["torch"]
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
-
-
-def not_importable(modules: Iterable[str]) -> str | None:
-    """Why one of them cannot be imported, or None."""
-    for module in modules:
+    for module in PEERS[name].needs:
         try:
             importlib.import_module(module)
         except Exception as error:  # a library built for another torch or CUDA fails in its own way
             return f"{module} could not be imported ({first_line(error)})"
-    return None
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
 
 
 def version(name: str) -> str | None:
@@ -325,18 +333,127 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def fault(name: str, error: Exception) -> str:
-    """The sentence for a peer that raised an error."""
-    return f"{name} could not run: {first_line(error)}"
+# Runners.
 
 
-def refuse(name: str, cell: Cell, wants_gradients: bool) -> None:
-    """Raises ValueError for a cell for which a peer has no function."""
+def options_of(tile: str) -> dict[str, Any]:
+    """strategy and tile of a Launch, from words: "block: pack_size 8, threads_per_row 128, ...".
+
+    Raises ValueError for other words.
+    """
+    strategy, colon, words = tile.partition(":")
+    if strategy not in STRATEGIES or not colon:
+        known = ", ".join(STRATEGIES)
+        raise ValueError(f"tile is {tile!r}; expected one of {known}, a colon, and a tile's fields")
+    return {"strategy": strategy, "tile": Tile.of(words)}
+
+
+def prepare(name: str, cell: Cell, tensors: Tensors, *, record: bool = False) -> Runner:
+    """A library, or cupynorm with a tile in words, on a cell's tensors.
+
+    record: whether autograd records a forward. Raises ValueError for what a library does not have,
+    and what the library raises.
+    """
+    if cell.direction == "backward" and (name == OURS or name not in PEERS):
+        return _our_backward(cell, tensors, {} if name == OURS else options_of(name))
+    peer = PEERS.get(name, PEERS[OURS])
+    if lacks := sorted(cell.extras - peer.extras.get(cell.norm, set())):
+        raise ValueError(f"its {cell.norm} has no {lacks[0]}")
+    record = record or cell.direction == "backward"
+    dtype = getattr(torch, peer.parameters.get(cell.norm, cell.parameters))
+    leaves: dict[str, torch.Tensor] = {}
+    for label in ("x", "weight", "bias", "residual"):
+        tensor = getattr(tensors, label)
+        if tensor is not None and label in ("weight", "bias"):
+            leaves[label] = torch.nn.Parameter(tensor.detach().to(dtype), record)
+        elif tensor is not None:
+            leaves[label] = tensor.detach().requires_grad_(record)
+    forward = peer.norm(cell, tensors._replace(**leaves))
+    if name not in PEERS:
+        forward = partial(forward, launch=cupynorm.Launch(**options_of(name)))
+    before = None
+    if cell.direction == "forward":
+        if cell.amax:  # a call only ever raises amax: it is 0 before each, as in a step of training
+            before = tensors.amax.zero_
+        return Runner(forward, partial(_results, cell, tensors.amax), before)
+    dy = tensors.dy
+    if peer.overwrites_dy:
+        dy = dy.clone()
+        before = partial(dy.copy_, tensors.dy)
+    made, inputs = forward(), tuple(leaves.values())
+    gradients = dy if tensors.residual is None else (dy, tensors.dsum)
+    backward = partial(torch.autograd.grad, made, inputs, gradients, retain_graph=True)
+    return Runner(backward, lambda result: {f"d{at}": d for at, d in zip(leaves, result)}, before)
+
+
+def _results(cell: Cell, amax: torch.Tensor | None, result: Any) -> dict[str, torch.Tensor]:
+    """The result of a forward, by name. amax: that a call writes, if it does not return one."""
+    y, *added = result if cell.residual else (result,)
+    named = {} if amax is None else {"amax": amax}
+    if isinstance(y, cupynorm.QuantizedTensor):
+        y = (y.data, y.scale_inv)
+    named |= dict(zip(("y", "scale_inv", "amax"), y if cell.scale else (y,)))
+    return named | dict(zip(("sum",), added))
+
+
+def _our_backward(cell: Cell, tensors: Tensors, chosen: dict[str, Any]) -> Runner:
+    """The explicit backward: autograd would choose its tile itself."""
+    centered, weight = cell.norm == "layer_norm", tensors.weight
+    zero_centered = {"zero_centered_weight": cell.zero_centered}
+    given = {"residual": tensors.residual, "out_dtype": cell.out_dtype, **zero_centered}
+    parameters = {"weight": weight, "bias": tensors.bias} if centered else {"weight": weight}
+    forward = cupynorm.layer_norm_forward if centered else cupynorm.rms_norm_forward
+    backward = cupynorm.layer_norm_backward if centered else cupynorm.rms_norm_backward
+    saved = forward(tensors.x, weight.shape, eps=EPS, **parameters, **given)
+    statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
+    gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
+    given = {"dsum": tensors.dsum, "gradients": gradients, **zero_centered}
+    operands = (tensors.dy, saved.sum, weight.shape, *statistics, weight)
+    launch = cupynorm.Launch(**chosen) if chosen else None
+    call = partial(backward, *operands, launch=launch, **given)
+    return Runner(call, lambda result: {name: getattr(result, name) for name in gradients})
+
+
+def inputs_of(cell: LinearCell, seed: int, device: str = "cuda") -> Inputs:
+    """Random tensors. They require gradients where the cell has them."""
+    recorded, size = cell.direction == "both", cell.in_features
+    normal = partial(normal_values(seed, device), dtype="bfloat16")
+    x = normal((cell.num_rows, size), center=0.5, spread=2.0)
+    parameters = [normal((size,), center=each, spread=0.5) for each in (1.0, 0.0)]
+    parameters += [normal((cell.out_features, size), spread=size**-0.5)]
+    parameters += [normal((cell.out_features,))]
+    normalized = functional.layer_norm(x, (size,), *parameters[:2], EPS)
+    dy = normal((cell.num_rows, cell.out_features))
+    x, normalized = x.requires_grad_(recorded), normalized.requires_grad_(recorded)
+    return Inputs(x, normalized, dy, *(torch.nn.Parameter(each, recorded) for each in parameters))
+
+
+def prepare_linear(name: str, cell: LinearCell, inputs: Inputs) -> Runner:
+    """A library's norm and linear layer; the call returns y."""
     peer = PEERS[name]
-    if cell.norm not in peer.norms:
-        raise ValueError(f"it has no {cell.norm}")
-    if wants_gradients and not peer.has_backward:
-        raise ValueError("it has no backward")
-    for extra in cell.extras:
-        if extra not in peer.extras.get(cell.norm, ()):
-            raise ValueError(f"its {cell.norm} has no {extra}")
+    if cell.format not in peer.formats:
+        raise ValueError(f"it has no norm and linear layer in {cell.format}")
+    forward, leaves = peer.linear(cell, inputs)
+
+    def call() -> torch.Tensor:
+        with torch.set_grad_enabled(cell.direction == "both"):
+            y = forward()
+        if cell.direction == "both" and leaves:
+            torch.autograd.grad(y, leaves, inputs.dy)
+        return y
+
+    call()  # delayed scales are right from the second step on
+    return Runner(call)
+
+
+def verify_linear(cell: LinearCell, inputs: Inputs, y: Any) -> tuple[float, str | None]:
+    """(error of sampled rows of y in units of what is allowed, a sentence or None).
+
+    The error is relative to the norm of the rows.
+    """
+    count = min(_SAMPLED_ROWS, cell.num_rows)
+    rows = np.unique(np.linspace(0, cell.num_rows - 1, count).astype(int))
+    x, got = float64(inputs.x[rows]), float64(y[rows])
+    truth = reference.norm_linear(x, *map(float64, inputs[3:]), EPS).y
+    error = float(np.linalg.norm(got - truth) / np.linalg.norm(truth) / _ALLOWED[cell.format])
+    return error, None if error <= 1 else f"y is off by {error:.3g} of what is allowed"

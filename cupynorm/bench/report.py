@@ -1,4 +1,4 @@
-"""What was measured, as tables and as JSON."""
+"""What was measured: tables, JSON, the README's table and chart, and one run against another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..table import as_html, as_markdown
-from .cells import COPY, DIRECTIONS, OURS, Cell
-from .pictures import shares
+from ..table import as_html, as_markdown, as_text
+from .cells import COPY, GEMM, OURS, Cell, LinearCell
+
+README, DOCUMENT, CHART = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/speed.svg")
+# The widths of the README's table: powers of two, a width of many models, and an odd one.
+SHORT_COLS = (128, 768, 1024, 4096, 4097, 8192, 16384, 65536)
+# A smaller change between runs is none: their clocks and pages of memory differ.
+_LEAST_MARGIN = 0.02
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -24,27 +29,16 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def is_faster(samples: Sequence[float], than: Sequence[float], least: float = 0.0) -> bool:
-    """Whether the median is lower by more than half the sum of both spreads.
-
-    A spread is the distance between the quartiles. least: a share by which it is lower, too.
-    """
-    (low, median, high), (other_low, other_median, other_high) = quartiles(samples), quartiles(than)
-    spread = (high - low + other_high - other_low) / 2
-    return other_median - median > max(spread, least * other_median)
-
-
 @dataclass(frozen=True)
 class Measurement:
     """One cell.
 
     samples: microseconds of each run, of "copy", "cupynorm", and each peer or tile in words that
-    ran.
-    errors: the largest of the sampled elements of each library, in units of what is allowed.
+    ran. errors: the largest of the sampled elements of each library, in units of what is allowed.
     faults: name -> sentence for a library that is off, or could not run.
     """
 
-    cell: Cell
+    cell: Cell | LinearCell
     strategy: str
     samples: dict[str, list[float]]
     errors: dict[str, float]
@@ -63,35 +57,34 @@ class Measurement:
         return self.cell.num_bytes / self.median(name) / 1e3
 
     def share(self, name: str) -> float:
-        """Speed as a share of the copy's."""
-        return self.median(COPY) / self.median(name)
+        """Speed as a share of the copy's; with a linear layer, of its product and such a norm."""
+        least = self.median(COPY)
+        if isinstance(self.cell, LinearCell):
+            if GEMM not in self.samples:
+                return math.nan
+            least = self.cell.least(least, self.median(GEMM))
+        return least / self.median(name)
 
     @property
     def right(self) -> list[str]:
         """The libraries that ran and were not off, the fastest first."""
-        return sorted(
-            (name for name in self.samples if name != COPY and name not in self.faults),
-            key=self.median,
-        )
-
-    def best_of(self, names: Sequence[str]) -> str | None:
-        """The fastest of these libraries that was right."""
-        return next((name for name in self.right if name in names), None)
+        names = [name for name in self.samples if name not in (COPY, GEMM, *self.faults)]
+        return sorted(names, key=self.median)
 
     @property
-    def fastest(self) -> frozenset[str]:
-        """The fastest right library, and those slower by less than half the sum of both spreads."""
-        right, samples = self.right, self.samples
-        return frozenset(name for name in right if not is_faster(samples[right[0]], samples[name]))
+    def fastest(self) -> set[str]:
+        """The fastest right library, and those slower by less than half the sum of both spreads.
 
-
-def by_shape(measurements: Sequence[Measurement]) -> dict[tuple[int, int], dict[str, Measurement]]:
-    """(num_cols, num_rows) -> direction -> measurement."""
-    shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
-    for each in measurements:
-        found = shapes.setdefault((each.cell.num_cols, each.cell.num_rows), {})
-        found[each.cell.direction] = each
-    return shapes
+        A spread is the distance between the quartiles.
+        """
+        first = self.right[:1]
+        return {
+            name
+            for name in self.right
+            for best in first
+            if self.median(name) - self.median(best)
+            <= (self.spread(name) * self.median(name) + self.spread(best) * self.median(best)) / 2
+        }
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,73 +102,86 @@ class BenchResult:
 
     @property
     def ok(self) -> bool:
-        return not self.num_off and "stopped" not in self.settings
-
-    @property
-    def num_off(self) -> int:
-        """Cells in which cupynorm was wrong."""
-        return sum(OURS in measurement.faults for measurement in self.measurements)
+        return "stopped" not in self.settings and not any(
+            OURS in measured.faults for measured in self.measurements
+        )
 
     def __bool__(self) -> bool:
         return self.ok
 
+    def medians(self) -> dict[Cell | LinearCell, dict[str, float]]:
+        """Cell -> library -> median microseconds."""
+        return {
+            each.cell: {name: each.median(name) for name in each.samples}
+            for each in self.measurements
+        }
+
     @property
     def libraries(self) -> list[str]:
-        """cupynorm first, then the peers that ran in any cell."""
-        names = [name for measurement in self.measurements for name in measurement.samples]
+        """cupynorm first, then the peers and tiles that ran in any cell."""
+        names = [name for measured in self.measurements for name in measured.samples]
         return [OURS, *dict.fromkeys(name for name in names if name not in (COPY, OURS))]
 
     def tables(self) -> dict[str, list[Measurement]]:
         """Kind of cell -> its measurements."""
         tables: dict[str, list[Measurement]] = {}
-        for measurement in self.measurements:
-            tables.setdefault(measurement.cell.kind, []).append(measurement)
+        for measured in self.measurements:
+            tables.setdefault(measured.cell.kind, []).append(measured)
         return tables
 
-    def __str__(self) -> str:
-        lines = [self.headline(), self.method()]
-        peers = self.libraries[1:]
-        # A tile in words has a colon, and is too long for the head of a column.
-        in_words = [name for name in peers if ":" in name]
-        tiles = {name: f"tile {at}" for at, name in enumerate(in_words, 1)}
-        titles = {name: tiles.get(name, name) for name in peers}
-        for title, measurements in self.tables().items():
-            lines += ["", title, *aligned(_table(measurements, titles))]
-        lines += ["", "* the fastest, or slower by less than the spread"]
+    def _rows(self, measurements: Sequence[Measurement]) -> list[list[str]]:
+        """The table of one kind. A tile in words has a colon, and is too long for a heading."""
+        names = [name for name in self.libraries if any(name in m.samples for m in measurements)]
+        tiles = [name for name in names if ":" in name]
+        rows = [["rows x cols", "strategy", "copy us"]]
+        for name in names:
+            title = f"tile {tiles.index(name) + 1}" if name in tiles else name
+            rows[0] += [f"{title} us", "share"] + ["spread", "error"] * (name == OURS)
+        for each in measurements:
+            row = [each.cell.shape, each.strategy, f"{each.median(COPY):.1f}"]
+            for name in names:
+                if name not in each.samples:
+                    row += ["-"] * (4 if name == OURS else 2)
+                    continue
+                mark = "*" if name in each.fastest else "OFF" if name in each.faults else ""
+                row += [f"{each.median(name):.1f}{mark}", f"{each.share(name):.2f}"]
+                if name == OURS:
+                    row += [f"{each.spread(name):.1%}", f"{each.errors[name]:.2f}"]
+            rows.append(row)
+        return rows
+
+    def _notes(self) -> list[str]:
+        lines = ["* the fastest, or slower by less than the spread"]
         lines += ["share: of the speed of the copy; error: in units of what is allowed"]
-        lines += [f"{short}: {name}" for name, short in tiles.items()]
-        num_cells = len(self.measurements)
-        if peers:
-            num_fastest = sum(OURS in measured.fastest for measured in self.measurements)
-            lines.append(f"{OURS} is among the fastest in {num_fastest} of {num_cells} cells")
-        lines += self._faults()
+        if any(isinstance(each.cell, LinearCell) for each in self.measurements):
+            lines[-1] = "share: of the product alone and a copy of the norm's bytes at 0.97"
+        tiles = [name for name in self.libraries if ":" in name]
+        lines += [f"tile {at}: {name}" for at, name in enumerate(tiles, 1)]
+        # One line for all cells of a kind with the same sentence.
+        shapes: dict[tuple[str, str], list[str]] = {}
+        for each in self.measurements:
+            for text in each.faults.values():
+                shapes.setdefault((each.cell.kind, text), []).append(each.cell.shape)
+        lines += [f"{kind}, {', '.join(each)}: {text}" for (kind, text), each in shapes.items()]
         lines += [f"{name} was not measured: {why}" for name, why in self.missing.items()]
-        if self.num_off:
-            lines.append(f"OFF: {OURS} is beyond what its dtypes allow in {self.num_off} cells")
-        if "stopped" in self.settings:
-            lines.append(f"stopped {self.settings['stopped']}")
-        return "\n".join(lines)
+        num_off = sum(OURS in each.faults for each in self.measurements)
+        lines += [f"OFF: {OURS} is beyond what its dtypes allow in {num_off} cells"] * bool(num_off)
+        return lines + [
+            f"stopped {self.settings[name]}" for name in self.settings if name == "stopped"
+        ]
+
+    def __str__(self) -> str:
+        parts = [f"{self.headline()}\n{self.method()}"]
+        parts += [f"{title}\n{as_text(self._rows(each))}" for title, each in self.tables().items()]
+        return "\n\n".join([*parts, "\n".join(self._notes())])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         parts = [f"<p>{html.escape(self.headline())}</p>"]
-        for title, measurements in self.tables().items():
-            if len({each.cell.num_cols for each in measurements}) > 1:
-                parts.append(str(shares(title, measurements)))
-            peers = {name: name for name in self.libraries[1:]}
-            parts.append(as_html(_table(measurements, peers)))
-        return "".join([*parts, f"<p>{html.escape(' '.join(self._faults()))}</p>"])
-
-    def _faults(self) -> list[str]:
-        """What is off or could not run: one line for all cells of a kind with the same sentence."""
-        shapes: dict[tuple[str, str], list[str]] = {}
-        for measured in self.measurements:
-            cell = measured.cell
-            for text in measured.faults.values():
-                lines = shapes.setdefault((cell.kind, text), [])
-                lines.append(f"{cell.num_rows} x {cell.num_cols}")
-        return [f"{kind}, {', '.join(each)}: {text}" for (kind, text), each in shapes.items()]
+        for title, each in self.tables().items():
+            parts.append(f"<p>{html.escape(title)}</p>{as_html(self._rows(each))}")
+        return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in self._notes())])
 
     def headline(self) -> str:
         """GPU, versions and date in one line."""
@@ -183,8 +189,8 @@ class BenchResult:
         labels = {"driver": "driver", "cuda_runtime": "CUDA", "cupy": "CuPy", "torch": "torch"}
         shown = [machine.get("gpu")]
         shown += [f"{label} {machine[name]}" for name, label in labels.items() if machine.get(name)]
-        peers = machine.get("peers") or {}
-        shown += [f"{name} {version}" for name, version in peers.items() if version]
+        of_peers = (machine.get("peers") or {}).items()
+        shown += [f"{name} {each}" for name, each in of_peers if each and "torch" not in name]
         shown += [f"cupynorm {machine.get('cupynorm')}", str(machine.get("date"))[:10]]
         return ", ".join(filter(None, shown))
 
@@ -196,131 +202,141 @@ class BenchResult:
             "call"
         )
 
-    def markdown(self) -> str:
-        """The table of docs/benchmarks.md: GB/s and the share of the copy for each shape.
+    def markdown(self, *, short: bool = False) -> str:
+        """Shares of a copy's speed: cupynorm, torch, and the fastest of the others with its name.
 
-        It has cupynorm, torch, and the fastest of the other libraries with its name. Each norm and
-        dtype is a table of its own.
+        Each norm and dtype is a table. short: the first alone, in the widths SHORT_COLS.
         """
-        numbers = "GB/s (share of a copy of the same bytes), the fastest in bold"
-        lines = [f"{self.headline()}. {self.method()}. {numbers}."]
         families: dict[str, list[Measurement]] = {}
-        for measured in self.measurements:
-            cell = measured.cell
-            families.setdefault(f"{cell.norm}, {cell.details}", []).append(measured)
-        for title, measurements in families.items():
-            if len(families) > 1:
-                lines += ["", f"{title}:"]
-            lines += ["", *self._markdown_table(measurements)]
-        if "torch" in self.missing:
-            lines.append(f"\ntorch was not measured: {self.missing['torch']}.")
-        lines += ["", f"Made by `{self.settings['command']}`."]
-        return "\n".join(lines)
-
-    def _markdown_table(self, measurements: Sequence[Measurement]) -> list[str]:
-        shown = [name for name in self.libraries if name in (OURS, "torch")]
-        others = [name for name in self.libraries if name not in shown]
-        measured_directions = {each.cell.direction for each in self.measurements}
-        directions = [name for name in DIRECTIONS if name in measured_directions]
-        shapes = by_shape(measurements)
-        with_rows = len({num_cols for num_cols, _ in shapes}) < len(shapes)
-        rows = [["num_cols", *["num_rows"] * with_rows]]
-        for direction in directions:
-            rows[0] += [f"{direction}: strategy", *shown, *["best other"] * bool(others)]
-        for (num_cols, num_rows), found in shapes.items():
-            row = [f"{num_cols:,}", *[f"{num_rows:,}"] * with_rows]
-            for direction in directions:
-                measured = found.get(direction)
-                row.append(measured.strategy if measured else "")
-                row += [_markdown_cell(measured, name) for name in shown]
-                if others:
-                    best = measured and measured.best_of(others)
-                    row.append(f"{best} {_markdown_cell(measured, best)}" if best else "-")
-            rows.append(row)
-        numbers = (*shown, "best other")
-        words = [at for at, heading in enumerate(rows[0]) if heading not in numbers]
-        return as_markdown(rows, words)
+        for each in self.measurements:
+            family = each.cell.kind.replace(f" {each.cell.direction},", ",")
+            if not short or family in families or not families:
+                families.setdefault(family, []).append(each)
+        lines = [f"{self.headline()}.", f"{self.method()}."]
+        for family, measured in families.items():
+            if short:
+                measured = [
+                    each for each in measured if each.cell.num_cols in SHORT_COLS
+                ] or measured
+            copies = sorted({f"{each.gigabytes_per_second(COPY) / 1e3:.1f}" for each in measured})
+            speed = " to ".join(dict.fromkeys((copies[0], copies[-1])))
+            lines.append(
+                f"{family}: share of a copy's speed ({speed} TB/s). "
+                "Bold: the fastest, or within its spread."
+            )
+            lines += ["", *_shares(measured), ""]
+        # A block, which is scrolled where the command is wider than the page.
+        return "\n".join([*lines, f"<pre>{self.settings['command']}</pre>"])
 
     def to_json(self) -> str:
         """Everything, with all samples."""
         cells = []
-        for measured in self.measurements:
-            errors = {name: e if math.isfinite(e) else None for name, e in measured.errors.items()}
-            more = {"num_bytes": measured.cell.num_bytes, "strategy": measured.strategy}
-            more |= {"microseconds": measured.samples, "errors": errors, "faults": measured.faults}
-            cells.append(asdict(measured.cell) | more)
+        for each in self.measurements:
+            errors = {name: e if math.isfinite(e) else None for name, e in each.errors.items()}
+            more = {"num_bytes": each.cell.num_bytes, "strategy": each.strategy}
+            more |= {"microseconds": each.samples, "errors": errors, "faults": each.faults}
+            cells.append(asdict(each.cell) | more)
         content = {"environment": self.environment, "settings": self.settings}
         content |= {"missing": self.missing, "cells": cells}
         return json.dumps(content, indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> BenchResult:
-        """The result that to_json wrote. Raises ValueError for other text."""
-        try:
-            content = json.loads(text)
-            measurements = [_measurement_of(cell) for cell in content["cells"]]
-            environment, settings = content["environment"], content["settings"]
-            return cls(environment, settings, measurements, content["missing"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"no result of the benchmark: {why}") from error
-
-
-def _measurement_of(content: dict[str, Any]) -> Measurement:
-    # Older files lack newer fields of a cell.
-    known = {each.name: content[each.name] for each in fields(Cell) if each.name in content}
-    errors = {name: math.nan if e is None else e for name, e in content["errors"].items()}
-    more = (content["strategy"], content["microseconds"], errors, content["faults"])
-    return Measurement(Cell(**known), *more)
 
 
 def read(path: str | Path) -> BenchResult:
     """The result in a file of `bench --json`. Raises OSError, or ValueError for other text."""
     try:
-        return BenchResult.from_json(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is {error}") from error
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        measurements = []
+        for each in content["cells"]:
+            kind = LinearCell if "in_features" in each else Cell
+            # Older files lack newer fields of a cell.
+            known = {name.name: each[name.name] for name in fields(kind) if name.name in each}
+            errors = {name: math.nan if e is None else e for name, e in each["errors"].items()}
+            more = (each["strategy"], each["microseconds"], errors, each["faults"])
+            measurements.append(Measurement(kind(**known), *more))
+        parts = [content[name] for name in ("environment", "settings")]
+        return BenchResult(*parts, measurements, content["missing"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no result of the benchmark: {why}") from error
 
 
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Lines of columns, each as wide as its widest text."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(f"{text:>{width}}" for text, width in zip(row, widths)).rstrip() for row in rows
-    ]
-
-
-def _table(measurements: Sequence[Measurement], titles: dict[str, str]) -> list[list[str]]:
-    """Cells of one kind, with a head. titles: peer -> the head of its column."""
-    head = ["num_cols", "num_rows", "strategy", "copy GB/s", f"{OURS} us", "GB/s", "share"]
-    head += ["spread", "error"]
-    for title in titles.values():
-        head += [f"{title} us", "share"]
-    rows = [head]
-    for measured in measurements:
-        cell = measured.cell
-        row = [str(cell.num_cols), str(cell.num_rows), measured.strategy]
-        row += [f"{measured.gigabytes_per_second(COPY):.0f}", _time(measured, OURS)]
-        row += [f"{measured.gigabytes_per_second(OURS):.0f}", f"{measured.share(OURS):.2f}"]
-        row += [f"{measured.spread(OURS):.1%}", f"{measured.errors[OURS]:.2f}"]
-        for name in titles:
-            has_run = name in measured.samples
-            row += [_time(measured, name), f"{measured.share(name):.2f}" if has_run else "-"]
+def _shares(measurements: Sequence[Measurement]) -> list[str]:
+    """Lines of a table: a row for each shape, three columns for each direction."""
+    shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
+    for each in measurements:
+        shape = (each.cell.num_cols, each.cell.num_rows)
+        shapes.setdefault(shape, {})[each.cell.direction] = each
+    directions = dict.fromkeys(each.cell.direction for each in measurements)
+    with_rows = len({num_cols for num_cols, _ in shapes}) < len(shapes)
+    rows = [["num_cols", *["num_rows"] * with_rows]]
+    for direction in directions:
+        rows[0] += [f"{direction}: {OURS}", "torch", "best other"]
+    for (num_cols, num_rows), found in shapes.items():
+        row = [f"{num_cols:,}", *[f"{num_rows:,}"] * with_rows]
+        for each in (found.get(direction) for direction in directions):
+            right = each.right if each else []
+            others = [name for name in right if name not in (OURS, "torch") and ":" not in name]
+            for name in (OURS, "torch", *(others[:1] or ["-"])):
+                text = f"{each.share(name):.2f}" if name in right else "-"
+                text = f"**{text}**" if each and name in each.fastest else text
+                row.append(f"{name} {text}" if name in others else text)
         rows.append(row)
-    return rows
+    return as_markdown(rows)
 
 
-def _time(measured: Measurement, name: str) -> str:
-    if name not in measured.samples:
-        return "-"
-    mark = "*" if name in measured.fastest else "OFF" if name in measured.faults else ""
-    return f"{measured.median(name):.1f}{mark}"
+# Documents.
 
 
-def _markdown_cell(measured: Measurement | None, name: str) -> str:
-    if measured is None or name not in measured.samples:
-        return "-"
-    if name in measured.faults:
-        return "off"
-    text = f"{measured.gigabytes_per_second(name):,.0f} ({measured.share(name):.2f})"
-    return f"**{text}**" if name in measured.fastest else text
+def rewrite_table(path: Path, table: str | None, name: str = "bench") -> None:
+    """Puts a table between the markers of a name in a document; None only looks for them.
+
+    Raises ValueError unless the document is there and has both markers once and in order.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no {path} in {Path.cwd()}")
+    start, end, text = f"<!-- {name} -->", f"<!-- /{name} -->", path.read_text(encoding="utf-8")
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"{path} needs the markers {start} and {end}, once and in this order")
+    if table is not None:
+        before, after = text.partition(start)[0], text.partition(end)[2]
+        path.write_text(f"{before}{start}\n\n{table.strip()}\n\n{end}{after}", encoding="utf-8")
+
+
+# One run against another.
+
+
+def compare(before: BenchResult, after: BenchResult) -> tuple[str, bool]:
+    """What changed, and whether no cell is slower or off.
+
+    It compares our share of the copy, or of the product alone, which does not depend on clocks, in
+    the cells of both runs. Raises ValueError if they have no cell in common.
+    """
+    old, new = ({each.cell: each for each in run.measurements} for run in (before, after))
+    shared = [cell for cell in old if cell in new]
+    if not shared:
+        raise ValueError("the two runs have no cell in common; expected the same shapes in both")
+    rows = [["verdict", "share before", "after", "change", "more than", "cell"]]
+    verdicts, notes = [], []
+    for cell in shared:
+        runs, other = (old[cell], new[cell]), COPY if isinstance(cell, Cell) else GEMM
+        spread = sum(run.spread(name) for run in runs for name in (other, OURS)) / 2
+        margin = max(spread, _LEAST_MARGIN)
+        first, last = (run.median(other) / run.median(OURS) for run in runs)
+        change = last / first - 1
+        verdicts.append("same" if abs(change) <= margin else "slower" if change < 0 else "faster")
+        if verdicts[-1] != "same":
+            shares = (f"{first:.3f}", f"{last:.3f}", f"{change:+.1%}", f"{margin:.1%}")
+            rows.append([verdicts[-1], *shares, str(cell)])
+        if OURS in new[cell].faults:
+            verdicts.append("off")
+            notes.append(f"{cell}: {new[cell].faults[OURS]}")
+    gpus = [run.environment.get("gpu") for run in (before, after)]
+    if gpus[0] != gpus[1]:
+        notes.append(f"the GPUs differ: {gpus[0]} before, {gpus[1]} after")
+    for label, number in (("before", len(old) - len(shared)), ("after", len(new) - len(shared))):
+        notes += [f"cells measured {label} only: {number}"] * bool(number)
+    counts = {name: verdicts.count(name) for name in ("slower", "faster", "same")}
+    line = "{} cells: {slower} slower, {faster} faster, {same} the same within the spread"
+    table = [as_text(rows), ""] if len(rows) > 1 else []
+    text = "\n".join([*table, *notes, line.format(len(shared), **counts)])
+    return text, not {"slower", "off"} & set(verdicts)

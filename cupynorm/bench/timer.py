@@ -1,12 +1,14 @@
-"""Kernel time of a call on one GPU, by CUDA events.
+"""Kernel time of a call on one GPU, by CUDA events, and the host's time of a call.
 
 Before each call a buffer larger than the L2 cache is written. The write also lasts until the host
-has enqueued the whole call, so the result holds no host time. A run in which the host was late is
+has enqueued the whole call, so kernel time holds no host time. A run in which the host was late is
 repeated behind a longer write.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,15 +16,15 @@ from ..gpu import nvrtc
 
 _FLUSH_BYTES = 2**28
 _MAX_FLUSHES = 1024  # about as many as a stream's queue holds: more would make the host wait
+_BURST = 8
 
 
 class Runner(NamedTuple):
     """What is timed: one library on one problem.
 
     call: enqueues the work on the current stream and returns the library's own result.
-    outputs: the result of a call as a dict of arrays: those of y, scale_inv, sum, dx, dweight and
-    dbias that there are. before: restores what a call overwrites; it runs before each call,
-    untimed.
+    outputs: of that result, arrays by the names of tensors. before: restores what a call
+    overwrites; it runs before each call, untimed.
     """
 
     call: Callable[[], Any]
@@ -77,9 +79,8 @@ class Timer:
         buffer = cupy.empty(max(_FLUSH_BYTES, 4 * l2_bytes), cupy.uint8)
 
         def flush() -> None:
-            runtime.memsetAsync(
-                buffer.data.ptr, 0, buffer.nbytes, cupy.cuda.get_current_stream().ptr
-            )
+            stream = cupy.cuda.get_current_stream().ptr
+            runtime.memsetAsync(buffer.data.ptr, 0, buffer.nbytes, stream)
 
         return cls(flush, cupy.cuda.Event(), cupy.cuda.Event(), cupy.cuda.get_elapsed_time)
 
@@ -93,3 +94,27 @@ def take_turns(timer: Timer, runners: Mapping[str, Runner], runs: int) -> dict[s
             if run >= 2:
                 samples[name].append(microseconds)
     return samples
+
+
+def host_times(
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    wait: Callable[[], None],
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> dict[str, float]:
+    """name -> median microseconds until a call returns. In each round each makes a burst of calls.
+
+    wait: returns when the GPU is idle, so that no call waits for room in its queue; called before
+    each burst, untimed. clock: nanoseconds.
+    """
+    samples: dict[str, list[int]] = {name: [] for name in calls}
+    for round in range(rounds + 1):  # the first warms up
+        for name, call in calls.items():
+            wait()
+            for _ in range(_BURST):
+                start = clock()
+                call()
+                if round:
+                    samples[name].append(clock() - start)
+    wait()
+    return {name: statistics.median(times) / 1e3 for name, times in samples.items()}

@@ -1,197 +1,193 @@
-"""Whether a library's outputs are right: sampled rows of a cell compared with float64."""
+"""A norm's torch tensors, and whether a library's outputs are right: sampled rows in float64.
+
+The whole check is cupynorm.check; here a fast kernel that is wrong must not win.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from ..check.allowed import Expected, expect
+from ..check.bounds import Expected, expect
 from ..check.cases import Case, Problem
-from ..check.results import judge
-from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype, decode
-from ..gpu import arrays, nvrtc
+from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..plan.problem import cols_of_scale
-from ..reference import fp8
 from .cells import EPS, Cell
-from .tensors import Tensors, bits
 from .timer import Runner
 
 _SAMPLED_ROWS = 64
 _SAMPLED_ELEMENTS = 2**18  # float64 on the host takes a tenth of a second for these
-# By dtype: the bits of a magnitude, and the largest that is not NaN. CuPy does not compute in these
-# dtypes.
-_MAGNITUDES = {
-    "bfloat16": (0x7FFF, 0x7F80),
-    "float8_e4m3fn": (0x7F, 0x7E),
-    "float8_e5m2": (0x7F, 0x7C),
-}
+_MOST_Y = 64.0  # room that a given scale leaves: y is 6 sigma of x_hat times 5 of weight at most
 
 
-def _parts(array: Any) -> Iterable[Any]:
-    """A CuPy array in parts, to keep temporaries small."""
-    flat = array.reshape(-1)
-    return (flat[first : first + 2**26] for first in range(0, flat.size, 2**26))
+class Tensors(NamedTuple):
+    """A cell's tensors; None for those that it does not have.
+
+    x, dy, residual, dsum: [num_rows, num_cols]. weight, bias: [num_cols]. scale, amax: [1],
+    float32.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    dy: torch.Tensor | None = None
+    dsum: torch.Tensor | None = None
 
 
-def _has_nan(array: Any, dtype: str) -> bool:
-    """Whether any element of a CuPy array in a storage dtype is NaN."""
-    cupy = nvrtc.cupy()
-    mask, last = _MAGNITUDES.get(dtype, (0, 0))
-    if dtype == "int8":
-        return False
-    are_nan = ((part & mask) > last if mask else cupy.isnan(part) for part in _parts(array))
-    return any(bool(each.any()) for each in are_nan)
+def normal_values(seed: int, device: str) -> Callable[..., torch.Tensor]:
+    """normal(shape, dtype, center, spread): random values, fresh in each call."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(shape: Any, dtype: str, center: float = 0.0, spread: float = 1.0) -> torch.Tensor:
+        kind = getattr(torch, dtype)
+        values = torch.empty(shape, dtype=kind, device=device)
+        return values.normal_(center, spread, generator=generator)
+
+    return normal
 
 
-def _largest(array: Any, mask: int) -> int:
-    """The largest magnitude of 8-bit patterns."""
-    return max(int((part & mask).max()) for part in _parts(array))
+def tensors_of(cell: Cell, seed: int, device: str = "cuda") -> Tensors:
+    """A cell's random tensors."""
+    normal = normal_values(seed, device)
+    matrix, vector = (cell.num_rows, cell.num_cols), (cell.num_cols,)
+    backward, added = cell.direction == "backward", cell.residual
+    center = 0.0 if cell.zero_centered else 1.0
+    scale = amax = None
+    if cell.scale == "given":
+        scale = torch.full((1,), EIGHT_BITS[cell.y].largest / _MOST_Y, device=device)
+        amax = torch.zeros(1, device=device) if cell.amax else None
+    return Tensors(
+        normal(matrix, cell.dtype, 0.5, 2.0),
+        normal(vector, cell.parameters, center, 0.5),
+        normal(vector, cell.parameters, 0.0, 0.5) if cell.norm == "layer_norm" else None,
+        normal(matrix, cell.dtype) if added else None,
+        scale,
+        amax,
+        normal(matrix, cell.y) if backward else None,
+        normal(matrix, cell.dtype) if added and backward else None,
+    )
+
+
+def copy_of(num_bytes: int, x: torch.Tensor) -> Runner:
+    """A device-to-device copy that reads half of so many bytes and writes the other half.
+
+    x: random data to copy, over and over. Zeros would cost the memory less power.
+    """
+    data = x.detach().reshape(-1).view(torch.uint8)
+    source = data.repeat(-(-num_bytes // 2 // len(data)))[: num_bytes // 2]
+    target = torch.empty_like(source)
+    return Runner(lambda: target.copy_(source))
 
 
 class Truth:
     """float64 results of sampled rows of a cell, and the judgement of a library's outputs."""
 
     def __init__(self, cell: Cell, tensors: Tensors, seed: int) -> None:
-        """tensors: CuPy arrays. seed: of the choice of rows."""
-        self.cell = cell
-        most_rows = _SAMPLED_ELEMENTS // cell.num_cols
-        num_sampled = max(1, min(_SAMPLED_ROWS, cell.num_rows, most_rows))
-        generator = np.random.default_rng([seed, cell.num_rows, cell.num_cols])
-        self.rows = np.sort(generator.choice(cell.num_rows, num_sampled, replace=False))
+        """seed: of the choice of rows; the first and the last are always taken."""
+        self.cell, self.scale = cell, tensors.scale
+        count = max(1, min(_SAMPLED_ROWS, cell.num_rows, _SAMPLED_ELEMENTS // cell.num_cols))
+        drawn = np.random.default_rng(seed).choice(cell.num_rows, count, replace=False)
+        self.rows = np.unique([0, *drawn[2:], cell.num_rows - 1])
+        has_bias = tensors.bias is not None
         case = Case(
             cell.norm,
-            num_sampled,
+            len(self.rows),
             cell.num_cols,
             cell.dtype,
             # A y of 8 bits is judged before it is rounded to them.
             compute_dtype(cell.dtype).name if cell.scale else cell.y,
             cell.parameters,
-            None if tensors.bias is None else cell.parameters,
+            cell.parameters if has_bias else None,
             zero_centered_weight=cell.zero_centered,
             residual=cell.residual,
             eps=EPS,
         )
-
-        def parameter(array: Any) -> np.ndarray | None:
-            return None if array is None else decode(bits(array).get(), cell.parameters)
-
-        x, dy = self.sampled(tensors.x), self.sampled(tensors.dy)
-        self.dsum = self.sampled(tensors.dsum)
-        self.scale = None if tensors.scale is None else float(tensors.scale.get()[0])
-        dy = np.zeros_like(x) if dy is None else dy  # a forward: its gradients are ignored
-        weight, bias = parameter(tensors.weight), parameter(tensors.bias)
-        self.problem = Problem(case, x, dy, weight, bias, self.sampled(tensors.residual))
+        x = self._sampled(tensors.x)
+        # A forward has no dy: its gradients are ignored.
+        dy = np.zeros_like(x) if tensors.dy is None else self._sampled(tensors.dy)
+        weight, bias = (float64(each) for each in (tensors.weight, tensors.bias))
+        self.dsum = self._sampled(tensors.dsum)
+        self.problem = Problem(case, x, dy, weight, bias, self._sampled(tensors.residual))
         self._expected: dict[bool, Expected] = {}
 
-    def sampled(self, array: Any) -> np.ndarray | None:
-        if array is None:
-            return None
-        raw = bits(array)
-        return decode(self._rows_of(raw), arrays.dtype_name(array))
-
-    def _rows_of(self, array: Any) -> np.ndarray:
-        """The sampled rows of a CuPy array."""
-        return np.stack([array[int(row)].get() for row in self.rows])
-
-    def expected(self, rounded_mean: bool) -> Expected:
-        if rounded_mean not in self._expected:
-            self._expected[rounded_mean] = expect(self.problem, rounded_mean=rounded_mean)
-        return self._expected[rounded_mean]
+    def _sampled(self, tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else float64(tensor[torch.from_numpy(self.rows)])
 
     def judge(self, outputs: Mapping[str, Any], *, rounded_mean: bool) -> tuple[float, str | None]:
-        """(largest error in units of what is allowed, a sentence about what is wrong or None)."""
-        worst, dtype_of_x = 0.0, self.cell.dtype
-        for name, dtype in (("y", self.cell.y), ("sum", dtype_of_x), ("dx", dtype_of_x)):
+        """(largest error in units of what is allowed, a sentence about what is wrong or None).
+
+        rounded_mean: whether the library subtracts a mean that is rounded to float32.
+        """
+        if rounded_mean not in self._expected:
+            self._expected[rounded_mean] = expect(self.problem, rounded_mean=rounded_mean)
+        worst = 0.0
+        for name in ("y", "sum", "dx"):
             if name not in outputs:
                 continue
-            of_8_bits = name == "y" and self.cell.scale is not None
-            got_dtype = arrays.dtype_name(outputs[name])
-            if got_dtype not in (dtype, "uint8" if of_8_bits else dtype):
-                return float("nan"), f"{name} is {got_dtype}; expected {dtype}"
-            expected, allowed = self.expected(rounded_mean)[name]
-            if of_8_bits:
-                got, allowed, wrong = self._dequantized(outputs, expected, allowed)
+            dtype = self.cell.y if name == "y" else self.cell.dtype
+            if outputs[name].dtype != getattr(torch, dtype):
+                return np.nan, f"{name} is {outputs[name].dtype}; expected {dtype}"
+            expected, allowed = self._expected[rounded_mean][name]
+            if name == "y" and self.cell.scale:
+                got, of_step, wrong = self._dequantized(outputs, np.abs(expected) + allowed)
                 if wrong:
-                    return float("nan"), wrong
+                    return np.nan, wrong
+                allowed = allowed + of_step
             else:
-                got = self.sampled(outputs[name])
+                got = self._sampled(outputs[name])
             if name == "dx" and self.dsum is not None:
                 # A library may round dx before it adds dsum, and again after it.
                 of_roundings = (np.abs(expected) + np.abs(self.dsum)) * DTYPES[dtype].half_ulp
                 expected, allowed = expected + self.dsum, allowed + of_roundings
-            finding = judge(self.cell, name, got, expected, allowed, None if of_8_bits else dtype)
-            if not finding.ok:
-                where = f"row {self.rows[finding.where[0]]}, col {finding.where[1]}"
-                right = f"{finding.expected:.6g} within {finding.allowed:.2g}"
-                return finding.error, f"{name} is {finding.got:.6g} at {where}; expected {right}"
-            worst = max(worst, finding.error)
+            errors = np.abs(got - expected) / allowed
+            errors = np.where(np.isnan(errors), np.inf, errors)
+            row, col = at = np.unravel_index(errors.argmax(), errors.shape)
+            if errors[at] > 1:
+                right = f"expected {expected[at]:.6g} within {allowed[at]:.2g}"
+                where = f"row {self.rows[row]}, col {col}"
+                return float(errors[at]), f"{name} is {got[at]:.6g} at {where}; {right}"
+            worst = max(worst, float(errors[at]))
         return worst, None
 
     def _dequantized(
-        self, outputs: Mapping[str, Any], expected: np.ndarray, allowed: np.ndarray
+        self, outputs: Mapping[str, Any], most: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, str | None]:
-        """(values, allowed error, fault of the scales or None) of sampled rows of a y of 8 bits."""
-        cell, format = self.cell, EIGHT_BITS[self.cell.y]
-        raw, scale_inv = bits(outputs["y"]), bits(outputs["scale_inv"])
-        data = fp8.decode(self._rows_of(raw), cell.y)
-        if cell.scale in ("given", "tensor"):
-            factors = scale_inv.get().astype(np.float64).reshape(1, 1)
-            part_cols = cell.num_cols
-        else:
-            factors = self._rows_of(scale_inv).astype(np.float64)
-            part_cols = cols_of_scale(cell.scale, cell.num_cols)
-        num_parts = -(-cell.num_cols // part_cols)
-        if factors.shape not in ((1, 1), (len(self.rows), num_parts)):
+        """Values and half a step of a y of 8 bits, and what is wrong with its scales or None."""
+        cell, format, scales = self.cell, EIGHT_BITS[self.cell.y], outputs["scale_inv"]
+        data, cols = self._sampled(outputs["y"]), cols_of_scale(cell.scale, cell.num_cols)
+        factors = self._sampled(scales) if cols else float64(scales).reshape(1, 1)
+        cols = cols or cell.num_cols
+        num_parts = -(-cell.num_cols // cols)
+        if factors.shape[1] != num_parts:
             wrong = f"scale_inv has {factors.shape[1]} scales of a row; expected {num_parts}"
-            return data, allowed, wrong
-        if cell.scale == "given":
-            wrong = self._fault_of_given_scale(factors[0, 0], raw, outputs)
-        elif cell.scale == "tensor":
-            wrong = self._fault_of_found_scale(
-                factors[0, 0], float(fp8.decode(np.uint8(_largest(raw, 0x7F)), cell.y))
-            )
-        else:
-            firsts = np.arange(0, cell.num_cols, part_cols)
-            used = np.maximum.reduceat(np.abs(data), firsts, axis=1)
-            row, part = np.unravel_index(np.argmin(used), used.shape)
-            where = f" at row {self.rows[row]}, part {part}"
-            wrong = self._fault_of_found_scale(factors[row, part], used[row, part], where)
-        spread = np.repeat(factors, part_cols, axis=1)[:, : cell.num_cols]
-        of_step = (np.abs(expected) + allowed) * format.half_ulp
-        step = np.maximum(of_step, spread * (format.smallest / 2))
-        return data * spread, allowed + step, wrong
+            return data, most, wrong
+        factors = np.repeat(factors, cols, axis=1)[:, : cell.num_cols]
+        of_step = np.maximum(most * format.half_ulp, factors * (format.smallest / 2))
+        wrong = None
+        if self.scale is not None:
+            if abs(factors[0, 0] * float(self.scale) - 1) > 2.0**-22:
+                wrong = f"scale_inv is {factors[0, 0]:.6g}; expected {1 / float(self.scale):.6g}"
+            used = float(outputs["y"].to(torch.float32).abs().max()) / float(self.scale)
+            amax = float(outputs["amax"]) if cell.amax else used
+            if abs(amax - used) > 1.01 * format.half_ulp * max(used, amax):
+                wrong = f"amax is {amax:.6g}; expected {used:.6g} within a rounding to 8 bits"
+        elif cell.scale != "tensor":  # the largest value of each part is the format's
+            firsts = np.arange(0, cell.num_cols, cols)
+            used = np.maximum.reduceat(np.abs(data), firsts, axis=1).min()
+            if used < format.largest:
+                wrong = f"scale_inv makes {used:.6g} of a largest value; expected {format.largest}"
+        return data * factors, of_step, wrong
 
-    def _fault_of_found_scale(self, scale_inv: float, used: float, where: str = "") -> str | None:
-        """What is wrong with a scale that a call finds. used: the largest |value| that it makes.
 
-        It has to be the largest of the format. A larger scale saturates values, which are then off
-        themselves.
-        """
-        least = EIGHT_BITS[self.cell.y].largest
-        if used >= least:
-            return None
-        fault = f"scale_inv is {scale_inv:.6g}, which makes {used:.6g} of the largest value{where}"
-        return f"{fault}; expected {least:.6g}" + (" or more" if where else "")
-
-    def _fault_of_given_scale(
-        self, scale_inv: float, raw: Any, outputs: Mapping[str, Any]
-    ) -> str | None:
-        """What is wrong with scale_inv or the amax of a given scale. raw: all bytes of y."""
-        if abs(scale_inv * self.scale - 1) > 2.0**-22:
-            return f"scale_inv is {scale_inv:.6g}; expected 1 / {self.scale:.6g}"
-        if not self.cell.amax:
-            return None
-        # Rounding keeps the order of values: amax, scaled and rounded, is the largest of all bytes.
-        amax = float(bits(outputs["amax"]).get().reshape(()))
-        mask, _ = _MAGNITUDES[self.cell.y]
-        used = _largest(raw, mask)
-        byte = int(fp8.encode(np.array([amax * self.scale], np.float32), self.cell.y)[0])
-        if byte == used:
-            return None
-        largest = fp8.decode(np.array([used], np.uint8), self.cell.y)[0] / self.scale
-        return f"amax is {amax:.6g}; expected what is rounded to {largest:.6g}, the largest of y"
+def float64(tensor: torch.Tensor | None) -> Any:
+    """The values of a tensor on the host; None for None."""
+    return None if tensor is None else tensor.detach().double().cpu().numpy()
 
 
 def verify(runner: Runner, truth: Truth, *, rounded_mean: bool) -> tuple[float, str | None]:
@@ -199,19 +195,13 @@ def verify(runner: Runner, truth: Truth, *, rounded_mean: bool) -> tuple[float, 
 
     A library that allocates its outputs gets the same memory again from its allocator.
     """
-    cupy = nvrtc.cupy()
 
-    def run() -> dict[str, Any]:
+    def run() -> dict[str, torch.Tensor]:
         if runner.before:
             runner.before()
         return runner.outputs(runner.call())
 
     for output in run().values():
-        bits(output).view(cupy.uint8).fill(0xFF)
+        output.detach().view(torch.uint8).fill_(0xFF)
     output = None  # the allocator can only hand out memory that nobody holds
-    outputs = run()
-    for name, output in outputs.items():
-        dtype = arrays.dtype_name(output)
-        if _has_nan(bits(output), truth.cell.y if (name, dtype) == ("y", "uint8") else dtype):
-            return float("nan"), f"{name} holds NaN: not every element was written"
-    return truth.judge(outputs, rounded_mean=rounded_mean)
+    return truth.judge(run(), rounded_mean=rounded_mean)

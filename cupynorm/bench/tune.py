@@ -1,214 +1,266 @@
 """Which tile is the fastest on this GPU: `python -m cupynorm tune`.
 
-    candidates  cupynorm.plan.candidates: tiles that dispatch accepts, a few dozen a problem. The
-                default is the tile that dispatch chooses.
-    compiled    all kernels ahead, in several processes; tiles that spill are dropped
-    correct     compared with float64: all tensors of a few rows on two multiprocessors, so that
-                every block takes several turns, and sampled rows of the full size; wrong tiles are
-                dropped
-    time        as in the benchmark: all tiles take turns a few times. The fastest few and the
-                default are then measured again, because the best of many is partly luck. A tile
-                wins if it is ahead of the default by more than the spread of both.
+    ranges     the rows of the output file, the one measured longest ago first; then the widths that
+               are asked for
+    tiles      the model's of each strategy, the file's, and from the best of them step by step to
+               a neighbour: other threads, rows, blocks, clusters, stages, bundles, another path
+    left out   tiles that do not fit all widths that are drawn from the range, whose kernel spills,
+               or whose result is wrong (cupynorm.bench.truth)
+    time       kernel time, all tiles in turns (cupynorm.bench.timer)
+    written    a row with the best mean speed, if it is at least 2% faster than the model's tile,
+               and again at other widths of the range: the best of many is partly luck
 
-The winners form a table (cupynorm.norm.tiles), which cupynorm.use_tiles reads.
+A range that is not measured in time keeps its row.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any
 
-from ..check import kernels as check_kernels
-from ..check.cases import Case, random_problem
-from ..check.cases import Problem as CheckProblem
-from ..check.results import judge_all
-from ..check.run import run_kernels
-from ..gpu import environment, launch, nvrtc
-from ..norm import tiles
-from ..plan.candidates import candidates
+from ..dtypes import DTYPES
+from ..gpu import launch, nvrtc
 from ..plan.devices import Device
-from ..plan.instances import Choice, Kernel
-from ..plan.problem import Problem
-from .cells import COPY, Cell, cells
-from .measure import check_runs, fresh_seed, measure_each, plan_of
-from .peers import first_line
-from .report import is_faster, quartiles
-from .runners import prepare_ours
-from .tensors import tensors_of
+from ..plan.measured import Row, key_of, read_rows, row_for, write_rows
+from ..plan.problem import PATHS_OF_STRATEGY, SCALINGS
+from ..plan.strategies import STRATEGIES
+from .cells import Cell
+from .measure import in_processes, plan_of
+from .peers import first_line, prepare
 from .timer import Timer, take_turns
-from .truth import Truth, verify
+from .truth import Truth, tensors_of, verify
 
-_SCREENING_RUNS, _FINALISTS = 5, 3
-_LEAST_GAIN = 0.01  # a smaller gain may come from the order of the turns
-_CHECKED_ELEMENTS, _CHECKED_ROWS = 2**16, 8  # at least 8 rows: more than a ring has stages
+LEAST_GAIN = 0.02
+_WIDTHS, _RUNS, _STEPS, _TILES = 3, 7, 3, 48
+_X_BYTES = 2**28
+
+# (a cell, tiles in words) -> median microseconds of those whose result is right
+Measure = Callable[[Cell, Sequence[str]], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class TunedCell:
-    """One cell. A name is a tile in words.
-
-    choices: name -> Choice, of the default, which comes first, and of the finalists.
-    samples: microseconds of each run, for these names and "copy".
-    num_measured: how many candidates were timed.
-    left_out: name -> why a candidate was not timed.
-    off: sentences about candidates with wrong results.
-    """
+class Range:
+    """Widths of one class of problems. row: of the file for them, None if the model decides."""
 
     cell: Cell
-    problem: Problem
-    choices: Mapping[str, Choice]
-    samples: Mapping[str, list[float]]
-    num_measured: int
-    left_out: Mapping[str, str]
-    off: tuple[str, ...] = ()
+    from_cols: int
+    to_cols: int
+    step: int
+    row: Row | None = None
 
-    def median(self, name: str) -> float:
-        """Microseconds."""
-        return quartiles(self.samples[name])[1]
-
-    @property
-    def default(self) -> str:
-        return next(iter(self.choices))
-
-    @property
-    def fastest(self) -> str:
-        return min(self.choices, key=self.median)
-
-    @property
-    def gain(self) -> float:
-        """The speedup of the fastest over the default, as a share."""
-        return self.median(self.default) / self.median(self.fastest) - 1
-
-    @property
-    def wins(self) -> bool:
-        return is_faster(self.samples[self.fastest], self.samples[self.default], _LEAST_GAIN)
-
-    def share(self, name: str) -> float:
-        """Speed as a share of the copy's."""
-        return self.median(COPY) / self.median(name)
+    def cells(self, random: Random, device: Device, count: int = _WIDTHS) -> list[Cell]:
+        """Random widths of the class, with many rows each."""
+        size = DTYPES[self.cell.dtype].itemsize
+        multiples = range(-(-self.from_cols // self.step) * self.step, self.to_cols + 1, self.step)
+        drawn = random.sample(multiples, min(len(multiples), 64 * count))
+        found = []
+        for num_cols in drawn:
+            num_rows = max(1, _X_BYTES // (num_cols * size))
+            cell = replace(self.cell, num_cols=num_cols, num_rows=num_rows)
+            kind = key_of(plan_of(cell, device).problem)
+            if self.row is None or kind in self.row.keys:
+                found.append(cell)
+            if len(found) == count:
+                break
+        return found
 
 
-@dataclass(frozen=True)
-class TuneResult:
-    """All findings of one run. Prints as a table, two lines a problem.
+def ranges_of(rows: Iterable[Row], todo: Iterable[Cell]) -> list[Range]:
+    """The file's ranges, one for each class, then each width of a cell that no row holds."""
+    ranges = []
+    for row in sorted(rows, key=lambda row: row.date):
+        for direction, norm, dtype, kind in row.keys:
+            words = set(kind.split())
+            scale = next((word for word in SCALINGS if word in words), None)
+            cell = Cell(
+                norm,
+                direction,
+                dtype,
+                1,
+                row.from_cols,
+                weight_dtype="float32" if "wide" in words else None,
+                out_dtype="float8_e4m3fn" if scale else None,
+                residual=bool({"residual", "dsum"} & words),
+                scale=scale,
+                amax="amax" in words,
+            )
+            alone = replace(row, norm=norm, dtype=dtype)
+            ranges.append(Range(cell, row.from_cols, row.to_cols, row.step, alone))
+    held = {(*each.row.keys[0][:3], each.from_cols, each.to_cols) for each in ranges}
+    for cell in todo:
+        if (cell.direction, cell.norm, cell.dtype, cell.num_cols, cell.num_cols) not in held:
+            ranges.append(Range(cell, cell.num_cols, cell.num_cols, 1))
+    return ranges
 
-    True if the run was complete and no candidate was wrong.
-    """
 
-    device: Device
-    measured: Mapping[str, Any]
-    findings: list[TunedCell]
-    stopped: str | None = None
+def neighbours(row: Row) -> Iterator[Row]:
+    """Rows that differ in one count, or in the path."""
+    for name, steps in (
+        ("threads_per_row", (-32, 32)),
+        ("rows_per_block", (-1, 1)),
+        ("cluster_size", ()),
+        ("blocks_per_sm", (-1, 1)),
+        ("stages", (-1, 1)),
+        ("bundle", (-1, 1)),
+    ):
+        count = getattr(row, name)
+        others = {count + step for step in steps} | ({count // 2, 2 * count} - {0})
+        yield from (replace(row, **{name: other}) for other in sorted(others) if other > 0)
+    for path in PATHS_OF_STRATEGY[row.strategy]:
+        if path != row.path:
+            stages = {"ring": 3, "bundle": 2}.get(path, 1)
+            yield replace(row, path=path, stages=stages, bundle=int(path == "bundle"))
 
-    def __bool__(self) -> bool:
-        return self.stopped is None and not any(finding.off for finding in self.findings)
 
-    @property
-    def table(self) -> tiles.Table:
-        """The winners."""
-        winners = [
-            (each.problem, each.choices[each.fastest]) for each in self.findings if each.wins
-        ]
-        won = {tiles.key(problem): (best.strategy, best.tile) for problem, best in winners}
-        return tiles.Table(self.device, won, self.measured)
+class Tuner:
+    """Measures ranges on a device. measure: of a cell and tiles, medians of those that are fine."""
 
-    def __str__(self) -> str:
-        lines = [
-            f"{self.measured['gpu']}, medians of {self.measured['runs']} runs; "
-            "share: of the speed of a copy of the same bytes"
-        ]
-        for kind in dict.fromkeys(finding.cell.kind for finding in self.findings):
-            lines += ["", kind, "num_cols  candidates  share    gain  tile"]
-            for each in (finding for finding in self.findings if finding.cell.kind == kind):
-                count, share = each.num_measured, each.share(each.default)
-                lines.append(
-                    f"{each.cell.num_cols:>8}  {count:>10}  {share:.3f}          "
-                    f"{each.default} (default)"
-                )
-                if each.fastest != each.default:
-                    verdict = "" if each.wins else " (not beyond the spread)"
-                    lines.append(
-                        f"{'':20}  {each.share(each.fastest):.3f}  {each.gain:>+6.1%}  "
-                        f"{each.fastest}{verdict}"
-                    )
-        left_out = [why for each in self.findings for why in each.left_out.values()]
-        reasons = Counter(left_out).items()
-        lines += ["", *(f"left out: {count} candidates, {reason}" for reason, count in reasons)]
-        lines += [f"OFF: {sentence}" for finding in self.findings for sentence in finding.off]
-        num_won = sum(finding.wins for finding in self.findings)
-        lines.append(
-            f"{num_won} of {len(self.findings)} problems have a tile that is faster than "
-            "the default beyond the spread"
-        )
-        return "\n".join(lines + ([f"stopped {self.stopped}"] if self.stopped else []))
+    def __init__(
+        self,
+        device: Device,
+        measure: Measure,
+        compile_ahead: Callable[[Iterable[Any]], Mapping[Any, str | None]],
+        seed: int = 0,
+    ) -> None:
+        # Under another name a device has no data file.
+        self.device = replace(device, name=f"{device.name} by the model")
+        self.measure, self.compile_ahead, self.random = measure, compile_ahead, Random(seed)
+
+    def plan(self, cell: Cell, row: Row | None) -> Any:
+        """The plan with a row's tile, or the model's. Raises ValueError if it does not fit."""
+        own = plan_of(cell, self.device)
+        if row is None:
+            return own
+        return plan_of(cell, self.device, strategy=row.strategy, tile=row.tile(own.problem))
+
+    def seeds(self, cell: Cell, range_: Range) -> list[Row]:
+        """The model's choice, that of each strategy, and the file's row."""
+        widths = (range_.from_cols, range_.to_cols)
+        rows = []
+        for options in ({}, *({"strategy": name} for name in STRATEGIES)):
+            try:
+                plan = plan_of(cell, self.device, **options)
+            except ValueError:
+                continue
+            rows.append(row_for(plan.problem, plan.strategy, plan.tile, *widths, step=range_.step))
+        own = [replace(range_.row, gain=None, date="")] if range_.row else []
+        return list(dict.fromkeys([*rows, *own]))
+
+    def gains(self, cells: Sequence[Cell], rows: Sequence[Row]) -> dict[Row, float]:
+        """Row -> mean speedup over the model's tile, of rows that fit and are right everywhere."""
+        plans: dict[Row | None, list[Any]] = {}
+        for row in (None, *rows[:_TILES]):
+            try:
+                plans[row] = [self.plan(cell, row) for cell in cells]
+            except ValueError:
+                continue
+        kernels = {each.kernel for plan in plans.values() for one in plan for each in one.launches}
+        faults = self.compile_ahead(kernels)
+        logs = dict.fromkeys(plans, 0.0)
+        for at, cell in enumerate(cells):
+            words = {
+                row: f"{each[at].strategy}: {each[at].tile}"
+                for row, each in plans.items()
+                if not any(faults.get(one.kernel) for one in each[at].launches)
+            }
+            times = self.measure(cell, list(dict.fromkeys(words.values())))
+            for row in list(logs):
+                if words.get(row) in times:
+                    logs[row] += math.log(times[words[row]])
+                else:
+                    del logs[row]
+        if None not in logs:  # the model's own tile spills or is wrong: nothing to compare with
+            return {}
+        own = logs.pop(None)
+        return {row: math.exp((own - total) / len(cells)) - 1 for row, total in logs.items()}
+
+    def best(self, range_: Range) -> Row | None:
+        """The row to write for a range, None where the model's tile is good enough."""
+        cells = range_.cells(self.random, self.device)
+        if not cells:
+            return None
+        found: dict[Row, float] = {}
+        front = self.seeds(cells[len(cells) // 2], range_)
+        for _ in range(_STEPS):
+            found |= self.gains(cells, [row for row in dict.fromkeys(front) if row not in found])
+            if not found:
+                return None
+            front = neighbours(max(found, key=found.__getitem__))
+        row = max(found, key=found.__getitem__)
+        if found[row] < LEAST_GAIN:
+            return None
+        gain = self.gains(range_.cells(self.random, self.device), [row]).get(row, 0.0)
+        gain = min(gain, found[row])
+        if gain < LEAST_GAIN:
+            return None
+        return replace(row, gain=round(gain, 3), date=str(date.today()))
 
 
 def tune(
-    todo: Sequence[Cell] | None = None,
+    path: Path,
+    todo: Iterable[Cell] = (),
     *,
-    runs: int = 30,
     jobs: int = 1,
-    seed: int | None = None,
+    seconds: float = 480,
+    seed: int = 0,
     progress: Callable[..., Iterable] | None = None,
-    command: str = "cupynorm.bench.tune.tune()",
-) -> TuneResult:
-    """Measure the candidates of every cell on the current GPU, beside the choice of dispatch.
+    tuner: Tuner | None = None,
+) -> str:
+    """Measures the rows of a file again, and the widths of todo; rewrites the file.
 
-    It removes a table that cupynorm.use_tiles has set.
-
-    todo: cells of one direction each, by default those of cupynorm.bench.cells.cells(). runs:
-    samples of the default and of each finalist. jobs: processes that compile ahead. seed: of the
-    random data, fresh if None. progress: wraps iterables, as tqdm does. command: that made the
-    result, recorded in the table.
-
-    Returns a TuneResult; its `table` is what cupynorm.use_tiles reads. After the first cell, an
-    interrupt (Ctrl-C) or a failure ends the run, and the result has the findings so far.
-    Raises ValueError without a GPU or for cells that tune cannot measure, MissingLibraryError
-    without CuPy.
+    jobs: processes that compile. seconds: after these, other rows stay as they are.
+    Returns a sentence. Raises ValueError for a file that has no rows of tiles.
     """
-    todo = cells() if todo is None else list(todo)
     progress = progress or (lambda items, **_: items)
-    for cell in todo:
-        if cell.direction == "both" or cell.extras:
-            raise ValueError(
-                f"todo has {cell}; tune measures forward or backward, without residual, "
-                "out_dtype or zero_centered"
-            )
-    check_runs(runs)
-    seed = fresh_seed() if seed is None else seed
-    tiles.use(None)
-    device = launch.current_device()
-    measured = {**environment.environment(), "runs": runs, "command": command}
-    tried = {cell: candidates(plan_of(cell, cell.direction).problem, device) for cell in todo}
-    kernels = {choice.kernel for choices in tried.values() for choice in choices}
-    faults = compile_all(kernels, jobs, progress)
-    timer = Timer.on_gpu()
-
-    def measure(at: int, cell: Cell) -> TunedCell:
-        return _measure(cell, tried[cell], faults, timer, runs, seed + 8 * at)
-
-    findings, stopped = measure_each(todo, measure, timer, progress, "problem")
-    return TuneResult(device, measured, findings, stopped)
+    tuner = tuner or Tuner(launch.current_device(), on_gpu, lambda each: compiled(each, jobs), seed)
+    ranges = ranges_of(read_rows(path) if path.exists() else [], todo)
+    end, kept, num_measured, num_faster = time.monotonic() + seconds, [], 0, 0
+    for range_ in progress(ranges, desc="measuring", unit="range"):
+        if time.monotonic() > end:
+            kept.append(range_.row)
+            continue
+        row = tuner.best(range_)
+        num_measured += 1
+        num_faster += row is not None
+        kept.append(row)
+    # A family of widths with a step comes before the range that contains it.
+    rows = sorted(filter(None, kept), key=lambda row: (*row.keys[0], -row.step, row.from_cols))
+    write_rows(path, rows)
+    faster = f"{num_faster} have a tile 2% or more faster than the model's"
+    return f"{num_measured} of {len(ranges)} ranges measured, {faster}; {path} has {len(rows)} rows"
 
 
-def compile_all(
-    kernels: Iterable[Kernel], jobs: int, progress: Callable[..., Iterable]
-) -> dict[Kernel, str | None]:
+def on_gpu(cell: Cell, tiles: Sequence[str]) -> dict[str, float]:
+    """Median microseconds of each tile whose result is right."""
+    tensors = tensors_of(cell, 0)
+    truth, runners = Truth(cell, tensors, 0), {}
+    for tile in tiles:
+        try:
+            runner = prepare(tile, cell, tensors)
+            if verify(runner, truth, rounded_mean=tile.startswith("uncached"))[1] is None:
+                runners[tile] = runner
+        except RuntimeError:  # it does not launch
+            continue
+    return {tile: median(each) for tile, each in take_turns(Timer.on_gpu(), runners, _RUNS).items()}
+
+
+def compiled(kernels: Iterable[Any], jobs: int) -> dict[Any, str | None]:
     """kernel -> why it is left out, or None. Compiled kernels stay in CuPy's cache on disk."""
-    kernels = sorted(kernels, key=lambda kernel: kernel.name_expression)
-    shown = {"total": len(kernels), "desc": "compiling", "unit": "kernel"}
-    if jobs == 1 or not kernels:
-        return dict(zip(kernels, progress(map(fault_of, kernels), **shown)))
-    context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
-    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(kernels)), context) as pool:
-        return dict(zip(kernels, progress(pool.map(fault_of, kernels), **shown)))
+    kernels = list(kernels)
+    if jobs == 1:
+        return {kernel: fault_of(kernel) for kernel in kernels}
+    tasks = [(kernel,) for kernel in kernels]
+    return dict(zip(kernels, in_processes(fault_of, tasks, jobs, lambda items, **_: items)))
 
 
-def fault_of(kernel: Kernel) -> str | None:
+def fault_of(kernel: Any) -> str | None:
     """Why a kernel is left out: it does not compile, or it spills; else None."""
     try:
         if nvrtc.module(kernel).get_function(kernel.name_expression).local_size_bytes == 0:
@@ -219,78 +271,3 @@ def fault_of(kernel: Kernel) -> str | None:
     except Exception as error:
         return f"does not compile ({first_line(error)})"
     return "spills registers" if used.spill_store_bytes or used.spill_load_bytes else None
-
-
-def _measure(
-    cell: Cell, choices: list[Choice], faults: Mapping, timer: Timer, runs: int, seed: int
-) -> TunedCell:
-    named = {f"{choice.strategy}: {choice.tile}": choice for choice in choices}
-    default = next(iter(named))
-    problem = plan_of(cell, cell.direction).problem
-    small = random_problem(_few_rows(cell), seed)
-    where = check_kernels.GpuCheckMachine(nvrtc.cupy().cuda.runtime.getDevice())
-    left_out = {name: faults[choice.kernel] for name, choice in named.items()}
-    left_out = {name: why for name, why in left_out.items() if why and name != default}
-    off: list[str] = []
-
-    def without_wrong(names: Iterable[str], find_wrong: Callable[[str], str | None]) -> list[str]:
-        for name in names:
-            try:
-                if wrong := find_wrong(name):
-                    off.append(f"{cell}, {name}: {wrong}")
-            except Exception as failure:  # a tile that fails to launch must not end the run
-                wrong = f"fails ({first_line(failure)})"
-            if wrong and name == default:
-                raise RuntimeError(f"{cell}, {name}, which is the default: {wrong}")
-            if wrong:
-                left_out[name] = wrong
-        return [name for name in names if name not in left_out]
-
-    names = [name for name in named if name not in left_out]
-    names = without_wrong(names, lambda name: what_is_wrong(problem, named[name], small, where))
-    tensors, copy = tensors_of(cell, seed)
-    truth = Truth(cell, tensors, seed)
-    runners = {
-        name: prepare_ours(cell, tensors, strategy=named[name].strategy, tile=named[name].tile)
-        for name in names
-    }
-
-    def wrong_rows(name: str) -> str | None:
-        return verify(runners[name], truth, rounded_mean=named[name].statistics == "welford")[1]
-
-    names = without_wrong(names, wrong_rows)
-    screened = take_turns(timer, {name: runners[name] for name in names}, _SCREENING_RUNS)
-    finalists = sorted(screened, key=lambda name: quartiles(screened[name])[1])[:_FINALISTS]
-    timed = {name: runners[name] for name in dict.fromkeys((default, *finalists))}
-    samples = take_turns(timer, {COPY: copy} | timed, runs)
-    chosen = {name: named[name] for name in timed}
-    return TunedCell(cell, problem, chosen, samples, len(names), left_out, tuple(off))
-
-
-def _few_rows(cell: Cell) -> Case:
-    num_rows = max(_CHECKED_ROWS, _CHECKED_ELEMENTS // cell.num_cols)
-    bias = cell.parameters if cell.norm == "layer_norm" else None
-    return Case(cell.norm, num_rows, cell.num_cols, cell.dtype, weight=cell.parameters, bias=bias)
-
-
-def what_is_wrong(problem: Problem, choice: Choice, small: CheckProblem, where: Any) -> str | None:
-    """A sentence about a candidate's first wrong tensor, or None if all are right.
-
-    The check plans for two multiprocessors, so that every block takes several turns.
-    """
-    device = where.device
-    where.device = replace(
-        device, num_sms=2, clusters=tuple((size, 1) for size, _ in device.clusters)
-    )
-    tiles.use(tiles.Table(where.device, {tiles.key(problem): (choice.strategy, choice.tile)}))
-    try:
-        welford = check_kernels.uses_welford(small.case, where.device)
-        results = run_kernels(small, where)
-    finally:
-        tiles.use(None)
-        where.device = device
-    for result in judge_all(small, results, rounded_mean=welford):
-        if not result.ok:
-            expected = f"expected {result.expected:.6g} within {result.allowed:.2g}"
-            return f"{result.tensor} is {result.got:.6g} at {result.where}; {expected}"
-    return None

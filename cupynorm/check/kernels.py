@@ -29,9 +29,6 @@ class Machine:
     on: str
     device: Device
 
-    def begin(self) -> None:
-        """Is told that a call begins, and that the arrays of earlier calls are not used again."""
-
     def name_tensors(self, addresses: Mapping[str, int]) -> None:
         """Is told the addresses of all tensors before the launches of a call."""
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..dtypes import decode, encode
 from ..gpu import arrays, environment, nvrtc
-from .placement import place
+from .run import place
 
 LIBRARIES = ("numpy", "cupy", "torch")
 
@@ -46,7 +46,7 @@ class Library:
                 raise ValueError("library is 'cupy', but CuPy finds no GPU; use 'numpy' or 'torch'")
 
     def put(self, values: np.ndarray | None, dtype: str | None, layout: str = "contiguous") -> Any:
-        """An array of this library, None for None. layout: one of placement.LAYOUTS.
+        """An array of this library, None for None. layout: one of run.LAYOUTS.
 
         torch has no negative strides, so there "reversed" is refused.
         """

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, decode, encode
 from ..reference.layer_norm import scale
-from .allowed import half_ulp
+from .bounds import half_ulp
 from .cases import Problem
 
 Named = tuple[str, np.ndarray]
@@ -108,6 +108,14 @@ def statistics(rows: Rows) -> Iterator[Statistics]:
     if n > 1:
         unbiased = 1 / np.sqrt(spread * (n / (n - 1)) + eps)
         yield of("the variance is divided by num_cols - 1", unbiased)
+    padded = 1 << (n - 1).bit_length()
+    if padded > n:
+        words = f"the sum of squares is divided by {padded}, not by {n} columns"
+        yield of(words, 1 / np.sqrt(spread * n / padded + eps))
+    if padded > n and rows.centered:
+        beyond = 1 / np.sqrt(spread + rows.mean**2 * (padded - n) / n + eps)
+        words = f"the variance counts {padded - n} elements beyond the row as (0 - mean)^2: mask "
+        yield of(words + "x - mean, not x alone", beyond)
     yield of("the sum of squares is not divided by num_cols", 1 / np.sqrt(spread * n + eps))
     yield of("the square root of the variance is missing: rstd is 1 / var", rows.rstd**2)
     yield of("rstd is the standard deviation, not its reciprocal", 1 / rows.rstd)
@@ -293,6 +301,20 @@ def _of_plain_dx(rows: Rows) -> Iterator[Named]:
             shifted = dy * np.roll(rows.w, shift)
             dx = _gradient(shifted, x_hat, rstd, rows.centered)
             yield f"the weight is that of the column {where}", dx
+        # The weight stands twice in one of the terms, or in both.
+        for factors, name in (
+            ((rows.w, 1), "mean(wdy)"),
+            ((1, rows.w), "x_hat * mean(wdy * x_hat)"),
+            ((rows.w, rows.w), "both mean terms"),
+        ):
+            if rows.centered or factors[0] is not rows.w:
+                outside = rstd * (wdy - factors[0] * of_mean - factors[1] * of_x_hat)
+                inner = [(wdy * factor).mean(axis=1, keepdims=True) for factor in factors[:1]]
+                inner.append((wdy * factors[1] * x_hat).mean(axis=1, keepdims=True))
+                inside = rstd * (wdy - rows.centered * inner[0] - x_hat * inner[1])
+                what = name if name.startswith("both") else f"the term {name}"
+                yield f"the weight stands twice in {what}: it multiplies the mean too", outside
+                yield f"the weight stands twice in {what}: it is squared in the mean", inside
     both = "the sums are not divided by num_cols"
     yield both, rstd * (wdy - n * of_mean - n * of_x_hat)
     one = "the sum of wdy * x_hat is not divided by num_cols"

@@ -10,10 +10,9 @@ import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
 from ..table import as_text
-from .allowed import Expected, expect
+from .bounds import Expected, expect
 from .cases import Case, Problem
-from .diagnosis import Diagnosis, diagnose
-from .judged import Judged
+from .diagnosis import Diagnosis, Judged, diagnose
 
 Diagnose = Callable[[Judged], Diagnosis]
 

@@ -23,8 +23,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..dtypes import DTYPES, decode, encode
-from .callables import THREE_DIMENSIONS, Callables
 from .cases import Case, Problem, random_problem
+from .check_function import THREE_DIMENSIONS, Callables
 from .libraries import Library
 from .trials import TENSORS_OF_ROWS, Trial
 

@@ -36,7 +36,7 @@ TENSORS_OF_ROWS = ("y", "mean", "rstd", "dx")  # tensors with a value or row for
 class Trial(NamedTuple):
     """One run: a problem, and what is special about it.
 
-    name: of that, in few words. layouts: of inputs by name, from placement.LAYOUTS, or
+    name: of that, in few words. layouts: of inputs by name, from run.LAYOUTS, or
     "three dimensions". tensors: those that are judged, None for all.
     """
 
@@ -50,7 +50,7 @@ class Trial(NamedTuple):
     ) -> list[Finding]:
         """A finding for each tensor, with a diagnosis if it is off.
 
-        rounded_mean: as for allowed.expect.
+        rounded_mean: as for bounds.expect.
         """
         if self.tensors is not None:
             results = {name: results[name] for name in results if name in self.tensors}

@@ -16,7 +16,7 @@ import numpy as np
 from ..bench.timer import Runner, Timer, take_turns
 from ..check import kernels
 from ..check.cases import NORMS, Case, Problem, random_problem
-from ..check.gradient_check import check_seed
+from ..check.check import check_seed
 from ..check.kernels import Machine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels

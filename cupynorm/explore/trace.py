@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..check.cases import NORMS, Case, random_problem
-from ..check.functors import Given, random_functor_problem, run_with_functor, with_kinds
+from ..check.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
 from ..check.run import run_kernels
 from ..norm.checks import names_what_was_removed
 from ..norm.plans import full_name, plan

@@ -12,25 +12,24 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..gpu import launch, nvrtc
-from ..plan import dispatch, measured_tiles
+from ..plan import dispatch, measured
 from ..plan.devices import Device
 from ..plan.instances import Kernel
-from ..plan.measured_tiles import FILES
+from ..plan.measured import FILES
 from ..plan.problem import Layout, Problem, Tile
-from ..plan.tile_checks import check_tile
 from .prepared import forget
 
 # Modules that decide a tile.
 _DECIDING = (
     *("abilities", "devices", "dispatch", "few_rows", "functors", "grids", "instances"),
-    *("measured_tiles", "paths", "problem", "strategies", "tile_checks", "tile_model"),
+    *("measured", "paths", "problem", "strategies", "tile_checks", "tile_model"),
 )
 
 
@@ -187,42 +186,28 @@ def use_device_file(path: Path) -> None:
     It is for the GPUs of this machine; without a GPU, for any device.
     """
     try:
-        rows = measured_tiles.by_key(measured_tiles.read_rows(path))
+        rows = measured.read_rows(path)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is no data file of tiles: {type(error).__name__}: {error}"
         ) from error
     if not rows:
         raise ValueError(f"{path} has no rows; expected those that tune --device-file writes")
-    here = present()
-
-    def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
-        if here and device not in here:
-            return None
-        rows_of_class = rows.get(measured_tiles.key_of(problem), ())
-        choice = measured_tiles.tile_of(rows_of_class, problem, device)
-        if choice and not here:
-            try:
-                check_tile(problem, *choice, device)
-            except ValueError:  # measured on a GPU that can do more
-                return None
-        return choice and (*choice, f"from {path.name}")
-
-    _use(tuned)
+    measured.use_rows(rows, path.name, present() or None)
+    dispatch.choose.cache_clear()
+    forget()
 
 
 def use(table: Table | None, reason: str = "") -> None:
     """use_tiles with a table already read. reason: what a plan says about its tiles."""
-
-    def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
-        choice = table.tiles.get(key(problem)) if device == table.device else None
-        return choice and (*choice, reason)
-
-    _use(None if table is None else tuned)
-
-
-def _use(tuned: Callable[[Problem, Device], tuple[str, Tile, str] | None] | None) -> None:
-    dispatch.tuned = tuned
+    if table is None:
+        measured.use_rows(None)
+    else:
+        rows = [
+            measured.row_for(problem, *choice, problem.num_cols, problem.num_cols)
+            for problem, choice in table.tiles.items()
+        ]
+        measured.use_rows(rows, reason.removeprefix("from "), (table.device,))
     dispatch.choose.cache_clear()
     forget()
 

@@ -8,7 +8,6 @@ a row's results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
@@ -23,15 +22,11 @@ from .grids import (
     shares_of_first,
 )
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
-from .measured_tiles import measured_tile
+from .measured import measured_tile, tile_in_use
 from .problem import Problem, Tile
 from .strategies import STRATEGIES, check_choice
 from .tile_checks import check_path, check_tile
 from .tile_model import RESERVED_BYTES, keeps_sums, smem_bytes_of
-
-# Set by cupynorm.norm.tiles. choose() calls it first if neither strategy nor tile is given. It
-# returns (strategy, tile, reason), or None.
-tuned: Callable[[Problem, Device], tuple[str, Tile, str] | None] | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -44,11 +39,6 @@ def choose(
 ) -> Choice:
     """The kernel for a problem. Raises ValueError if a given strategy, tile or statistics does not
     fit."""
-    if tuned is not None and strategy is None and tile is None:
-        tuned_choice = tuned(problem, device)
-        if tuned_choice:
-            strategy, tile, reason = tuned_choice
-            return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
     check_choice(strategy, statistics, tile)
     if strategy is None:
         name, chosen, reason = _best_tile(problem, device)
@@ -127,11 +117,13 @@ def _row_kernels(
 
 
 def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
-    """Strategy, tile and reason: from the data file, or from the model if the file has no row.
+    """Strategy, tile and reason: from the rows of use_tiles, the data file, or the model.
 
     A row of the file covers a range of widths. Backward, the model's ring is better for those
     widths of the range that fill it exactly.
     """
+    if in_use := tile_in_use(problem, device):
+        return in_use
     measured = measured_tile(problem, device)
     if measured is not None and (problem.forward or measured[1].path != "ring"):
         return measured

@@ -2,7 +2,7 @@
 Pure Python, no GPU needed.
 
 The model prefers enough bytes in flight, few idle lanes, and warps spread evenly, on any GPU.
-measured_tiles.py has tiles that measured faster on one. Measurements: docs/experiments.md.
+measured.py has tiles that measured faster on one. Measurements: docs/experiments.md.
 """
 
 from __future__ import annotations

@@ -275,5 +275,5 @@ _UNMISTAKABLE = "|".join(filter(_is_unmistakable, cupynorm._NAMES))
 _NAME = re.compile(rf"(?<![\w.])(?:cupynorm\.({_ALL})|({_UNMISTAKABLE}))(?!\.?\w)")
 _FOLDER = Path(cupynorm.__path__[-1]) / "reference"  # in a checkout
 _MODULES = [f"cupynorm.reference.{path.stem}" for path in sorted(_FOLDER.glob("[!_]*.py"))]
-_MODULES += [f"cupynorm.check.{name}" for name in ("allowed", "callables", "traps")]
+_MODULES += [f"cupynorm.check.{name}" for name in ("bounds", "check_function", "traps")]
 _MODULE = re.compile("(?:" + "|".join(map(re.escape, _MODULES)) + r")(?!\.?\w)")

@@ -12,7 +12,7 @@ import pytest
 import cupynorm
 from cupynorm.bench.confirm import confirm, is_worth_a_row, pairs_of, shares
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.measured_tiles import FILES, by_key, read_rows
+from cupynorm.plan.measured import FILES, by_key, read_rows
 
 H200 = DEVICES["H200"]
 WHOLE = read_rows(Path(cupynorm.__file__).parent / "plan" / next(iter(FILES)))

@@ -10,7 +10,7 @@ import pytest
 import cupynorm
 from cupynorm.bench.tune_ranges import Range, best_of, merged, part_of, ranges_of, tune_ranges
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.measured_tiles import read_rows
+from cupynorm.plan.measured import read_rows
 
 H200 = DEVICES["H200"]
 ROWS = read_rows(Path(cupynorm.__file__).parent / "plan" / "h200.csv")

@@ -1,11 +1,11 @@
-"""allowed.py at rows whose mean is far above their spread: what kernels may do, and no more."""
+"""bounds.py at rows whose mean is far above their spread: what kernels may do, and no more."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from cupynorm.check.allowed import expect
+from cupynorm.check.bounds import expect
 from cupynorm.check.cases import Case, Problem, random_problem
 from cupynorm.check.kernels import CpuMachine, uses_welford
 from cupynorm.check.results import judge_all

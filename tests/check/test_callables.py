@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.callables import bind
+from cupynorm.check.check_function import bind
 from cupynorm.check.libraries import Library
-from cupynorm.check.placement import LAYOUTS
+from cupynorm.check.run import LAYOUTS
 
 torch = pytest.importorskip("torch")
 SHAPE = [(16, 48)]

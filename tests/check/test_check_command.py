@@ -7,10 +7,10 @@ import pytest
 
 from cupynorm import __main__ as command
 from cupynorm.check import entries, kernels
-from cupynorm.check.callables import Callables
 from cupynorm.check.cases import Case, random_problem
+from cupynorm.check.check import check_callables
+from cupynorm.check.check_function import Callables
 from cupynorm.check.command import shapes
-from cupynorm.check.gradient_check import check_callables
 from cupynorm.check.trials import Trial
 from cupynorm.command_line import argparse
 

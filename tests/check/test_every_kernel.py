@@ -26,11 +26,11 @@ from every_quantized import (
     quantized_cases,
     run_quantized,
 )
+from quantized_calls import How, judge_bytes, judge_values, run_8_bits
 from repository_files import KERNELS
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
-from cupynorm.check.quantized import How, judge_bytes, judge_values, run_8_bits
 from cupynorm.check.run import run_kernels
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.matrices import reduce_matrix_launch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.allowed import expect, half_ulp
+from cupynorm.check.bounds import expect, half_ulp
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult, errors_of, judge, judge_all

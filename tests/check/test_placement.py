@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupynorm.check.placement import GUARD_BYTES, LAYOUTS, WrongWrite, empty, place
+from cupynorm.check.run import GUARD_BYTES, LAYOUTS, WrongWrite, empty, place
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])

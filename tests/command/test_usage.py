@@ -116,7 +116,7 @@ from cupynorm.command_line import number, positives
         (("bench", "linear", "--json", "none/linear.json"), "none/linear.json: there is no folder"),
         (("--on", "tpu"), "invalid choice: 'tpu'"),
         (("--eps", "nan"), "'nan' is not a finite number"),
-        (("plna", "12288"), "'plna' is no command; expected one of check, fuzz, plan, bench, tune"),
+        (("plna", "12288"), "'plna' is no command; expected one of check, plan, bench, tune"),
         (("explain", "1023"), "cupynorm.explain is a name of Python and no command; expected one"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],

@@ -19,7 +19,7 @@ from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Launch
-from cupynorm.plan.measured_tiles import FILES
+from cupynorm.plan.measured import FILES
 from cupynorm.plan.problem import Layout, Problem
 
 pytestmark = pytest.mark.slow

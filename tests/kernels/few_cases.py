@@ -18,7 +18,7 @@ import numpy as np
 from cupynorm.reference.layer_norm import scale
 from product_cases import EPS, Found, ProductProblem, U, put, truth
 
-from cupynorm.check.allowed import half_ulp
+from cupynorm.check.bounds import half_ulp
 from cupynorm.dtypes import decode, encode
 from cupynorm.plan.few_products import few_launch, few_words
 from cupynorm.plan.products import NormLinearProblem

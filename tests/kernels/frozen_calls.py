@@ -19,12 +19,12 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+from quantized_calls import How, run_8_bits
 
 from cupynorm import functors
 from cupynorm.check.cases import Case, Problem
 from cupynorm.check.kernels import CpuMachine
-from cupynorm.check.quantized import How, run_8_bits
-from cupynorm.check.run import launch_kernels, run_backward, run_forward, tensors_of
+from cupynorm.check.run import Tensors, launch_kernels, run_backward, run_forward
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors
 from cupynorm.norm.request import Launch, of_backward
@@ -159,7 +159,7 @@ def results_of(call: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def scaled_results(problem: Problem, call: dict, scale: np.ndarray | None, where: CpuMachine):
     """What the kernels write of a call with the functors row_scale and dropout."""
-    case, tensors, placed = problem.case, tensors_of(where), []
+    case, tensors, placed = problem.case, Tensors(where), []
     if scale is not None:
         tensors.put("row_scale.scale", scale[:, None], call["row_scale"])
         rows = tensors.rows["row_scale.scale"]._replace(num_cols=case.num_cols, row_stride=1)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupynorm import reference
-from cupynorm.check.allowed import half_ulp
+from cupynorm.check.bounds import half_ulp
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu.tensor_maps import map_on_cpu, tensor_map

@@ -16,7 +16,7 @@ from small_devices import NO_REGISTERS, SMALL
 import cupynorm
 from cupynorm import Launch, functors
 from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.functors import FunctorProblem, judge_functor, run_with_functor
+from cupynorm.check.check_functor import FunctorProblem, judge_functor, run_with_functor
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult
 from cupynorm.dtypes import decode, encode

@@ -243,7 +243,7 @@ from every_matrix import (
     judge_matrix, judge_scales, judge_reduction, matrices, reductions,
     run_matrix, run_scales, run_reduction,
 )
-from cupynorm.check.quantized import judge_bytes
+from quantized_calls import judge_bytes
 from every_quantized import E4M3, Kept, quantized_cases, run_quantized
 
 machine = CpuMachine(sanitize=("address", "undefined"))

@@ -11,7 +11,7 @@ from mutated_machine import assert_bug_is_seen, changes, copy_of_sources, mutate
 from product_cases import EPS, U, draw, excess, fold, multiply, rms_errors, truth
 
 from cupynorm import reference
-from cupynorm.check.allowed import half_ulp
+from cupynorm.check.bounds import half_ulp
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import OnCpuError

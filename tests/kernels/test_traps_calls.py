@@ -11,7 +11,7 @@ from trap_checks import H200, as_dtype, assert_right, check, run_call
 
 import cupynorm
 from cupynorm import Launch
-from cupynorm.check.allowed import expect
+from cupynorm.check.bounds import expect
 from cupynorm.check.cases import NORMS, Case, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import judge

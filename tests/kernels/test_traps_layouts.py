@@ -11,7 +11,7 @@ from trap_checks import assert_right, run_call
 
 import cupynorm
 from cupynorm import Launch
-from cupynorm.check.allowed import expect
+from cupynorm.check.bounds import expect
 from cupynorm.check.cases import NORMS, Case, Problem, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import judge

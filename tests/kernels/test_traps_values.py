@@ -10,7 +10,7 @@ import pytest
 from array_libraries import LIBRARIES, api_results, library
 from trap_checks import as_dtype, assert_right, check, fits, with_rows
 
-from cupynorm.check.allowed import expect
+from cupynorm.check.bounds import expect
 from cupynorm.check.cases import NORMS, Case, Problem, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.check.results import judge

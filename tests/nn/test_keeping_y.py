@@ -9,7 +9,7 @@ from cupynorm.reference.layer_norm import scale
 import cupynorm
 from cupynorm import functors, reference
 from cupynorm.check import activations
-from cupynorm.check.allowed import expect
+from cupynorm.check.bounds import expect
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.results import CheckResult, judge_against
 from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode

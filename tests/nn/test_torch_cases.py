@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.allowed import expect
+from cupynorm.check.bounds import expect
 from cupynorm.check.cases import Case, Problem
 from cupynorm.check.results import judge
 from cupynorm.dtypes import DTYPES

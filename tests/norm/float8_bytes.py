@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from quantized_calls import How, expected
 
 import cupynorm
-from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import compute_dtype
 from cupynorm.gpu import arrays
 from cupynorm.norm import prepared

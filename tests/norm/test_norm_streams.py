@@ -13,7 +13,7 @@ import pytest
 from array_libraries import library, loaded_torch
 
 import cupynorm
-from cupynorm.check.allowed import expect
+from cupynorm.check.bounds import expect
 from cupynorm.check.cases import Case, random_problem
 
 # Processes.

@@ -7,10 +7,10 @@ import warnings
 import numpy as np
 import pytest
 from cupynorm.reference import fp8
+from quantized_calls import How, expected
 
 import cupynorm
 from cupynorm import Launch, Quantize, functors
-from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import FLOAT8S
 
 torch = pytest.importorskip("torch")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from quantized_calls import How, expected
 
 import cupynorm
 from cupynorm import Launch
-from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.norm import prepared
 from cupynorm.plan.devices import DEVICES as GPUS

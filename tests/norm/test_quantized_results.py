@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cupynorm.reference import fp8
+from quantized_calls import How, expected
 
 import cupynorm
-from cupynorm.check.quantized import How, expected
 from cupynorm.dtypes import FLOAT8S
 
 torch = pytest.importorskip("torch")

@@ -1,0 +1,189 @@
+"""`python -m cupynorm bench`, `bench linear` and `tune`: they measure a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ..command_line import Appended, Commands, check_folders, number, positive, positives, several
+from ..dtypes import DTYPES, ELEMENTS
+from ..gpu.nvrtc import MissingLibraryError
+from ..plan.problem import DIRECTIONS, NORMS, SCALINGS
+from ..table import as_text
+from . import report
+from .cells import COLS, FORMATS, LINEAR_SHAPES, MODELS, PASSES, cells, linear_cells
+
+GUARDED = "notebooks/h200.json"
+
+
+def bar(items: Any, **shown: Any) -> Any:
+    """A progress bar on a terminal, and none in a file."""
+    return tqdm(items, leave=False, disable=not sys.stderr.isatty(), **shown)
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the parsers of `bench`, `bench linear` and `tune`."""
+    help = "measure kernel time on a GPU, beside other libraries and a copy of the same bytes"
+    parser = commands.add_parser("bench", help=help, description=f"{help.capitalize()}.")
+    parser.set_defaults(run=run_bench)
+    add = parser.add_argument
+    _add_problems(add)
+    rows = "num_rows, with commas (as many as have 512 MiB of x)"
+    add("--rows", action=Appended, type=positives, default=(), help=rows)
+    models = f"their norms and shapes instead: all, or some of {','.join(MODELS)}"
+    add("--models", action=Appended, type=several(tuple(MODELS)), default=(), help=models)
+    add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
+    add("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
+    scale = f"of a y of 8 bits: all, or some of {','.join(SCALINGS)} (given)"
+    add("--scale", action=Appended, type=several(SCALINGS), default=(), help=scale)
+    add("--amax", action="store_true", help="record the largest |y| with a given scale")
+    add("--residual", action="store_true", help="add a residual; backward adds its gradient")
+    tile = "also measure this tile: 'block: pack_size 8, threads_per_row 128, ...'"
+    add("--tile", metavar="TILE", dest="tiles", action="append", default=[], help=tile)
+    _add_run(add)
+    add("--readme", action="store_true", help="rewrite the tables and the chart of ./README.md")
+    instead = parser.add_mutually_exclusive_group().add_argument
+    guard = (
+        f"measure cupynorm again in the cells of a --json file ({GUARDED}), and print what changed "
+        "by more than the spread; exit code 1 if any became slower"
+    )
+    instead("--guard", metavar="FILE", nargs="?", const=GUARDED, help=guard)
+    instead("--host", action="store_true", help="measure the host time of eager calls")
+    help = "measure a LayerNorm and the linear layer after it, beside the product alone"
+    layers = parser.add_subparsers(metavar="linear", title="another layer")
+    parser = layers.add_parser("linear", help=help, description=f"{help}.")
+    parser.set_defaults(run=run_linear)
+    add = parser.add_argument
+    shapes = "rows x in_features x out_features, with commas: 8192x4096x12288"
+    add("--shapes", action=Appended, type=linear_shapes, default=LINEAR_SHAPES, help=shapes)
+    for name, known in (("--format", FORMATS), ("--direction", PASSES)):
+        shown = f"some of {','.join(known)} (both)"
+        add(name, action=Appended, type=several(known), default=known, help=shown)
+    _add_run(add)
+    help = "measure which tiles are the fastest on this GPU, and write a file for use_tiles"
+    parser = commands.add_parser("tune", help=help, description=f"{help.capitalize()}.")
+    parser.set_defaults(run=run_tune)
+    add = parser.add_argument
+    _add_problems(add)
+    output = "the file; its rows are measured again, and those that gain nothing leave it"
+    add("--output", metavar="FILE", default="tiles.csv", help=f"{output} (tiles.csv)")
+    add("--jobs", type=positive, default=1, help="processes that compile (1)")
+    add("--seconds", type=positive, default=480, help="then the rest stays as it is (480)")
+
+
+def _add_problems(add: Callable) -> None:
+    dtypes = f"some of {','.join(DTYPES)} (bfloat16)"
+    add("--dtype", action=Appended, type=several(tuple(DTYPES)), default=("bfloat16",), help=dtypes)
+    norms = f"some of {','.join(NORMS)} (layer_norm)"
+    add("--norm", action=Appended, type=several(NORMS), default=NORMS[:1], help=norms)
+    directions = "some of forward,backward (both; for a y of 8 bits, forward)"
+    add("--direction", action=Appended, type=several(DIRECTIONS), help=directions)
+    cols = "widths, with commas (32,64,...,262144)"
+    add("--cols", action=Appended, type=positives, default=COLS, help=cols)
+
+
+def _add_run(add: Callable) -> None:
+    peers = "libraries, with commas (all that can run)"
+    add("--peers", action=Appended, type=lambda text: text.split(","), help=peers)
+    add("--runs", type=positive, default=30, help="of each library in each cell (30)")
+    add("--seed", type=number, help="of the random data (fresh)")
+    add("--jobs", type=positive, default=1, help="processes that compile ahead (1: none)")
+    add("--json", metavar="FILE", help="write all samples and the environment")
+
+
+def linear_shapes(text: str) -> list[tuple[int, ...]]:
+    """ROWSxINxOUT, separated by commas."""
+    shapes = [each.lower().split("x") for each in text.split(",")]
+    for shape in shapes:
+        if len(shape) != 3 or not all(part.strip().isdigit() and int(part) for part in shape):
+            example = "expected rows x in_features x out_features, for example 8192x4096x12288"
+            raise argparse.ArgumentTypeError(f"{'x'.join(shape)!r} is no shape; {example}")
+    return [tuple(map(int, shape)) for shape in shapes]
+
+
+def _measure() -> Any:
+    try:
+        from . import measure
+    except ImportError as error:
+        raise MissingLibraryError(f"the benchmark needs torch ({error})") from error
+    return measure
+
+
+def _run(arguments: argparse.Namespace, todo: list, **options: Any) -> report.BenchResult:
+    """Runs the benchmark, prints the result and writes the file that was requested."""
+    check_folders(arguments.json)
+    command = shlex.join(["python", "-m", "cupynorm", *arguments.given])
+    options = {"peers": arguments.peers, **options, "command": command, "progress": bar}
+    named = {name: getattr(arguments, name) for name in ("runs", "seed", "jobs")}
+    result = _measure().bench(todo, **named, **options)
+    print(result)
+    if arguments.json:
+        Path(arguments.json).write_text(result.to_json() + "\n", encoding="utf-8")
+    return result
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """The exit code: 0 if all went well, 1 if cupynorm was wrong, slower or stopped."""
+    if arguments.host:
+        measure = _measure()
+        measure.check_runs(arguments.runs)
+        peers = arguments.peers
+        found = measure.host(arguments.norm, arguments.dtype, peers=peers, progress=bar)
+        names = list(dict.fromkeys(name for times in found.values() for name in times))
+        rows = [["microseconds of an eager call", *names]]
+        for case, times in found.items():
+            rows.append([case, *(f"{times[name]:.1f}" if name in times else "-" for name in names)])
+        print(as_text(rows))
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        return 0
+    if arguments.guard:
+        before = report.read(arguments.guard)
+        after = _run(arguments, [each.cell for each in before.measurements], peers=("gemm",))
+        text, ok = report.compare(before, after)
+        print(f"\n{arguments.guard}, and now:\n{text}")
+        return 0 if after and ok else 1
+    if arguments.readme:
+        from .chart import chart
+
+        for path in (report.README, report.DOCUMENT):
+            report.rewrite_table(path, None)
+    directions = arguments.direction or DIRECTIONS[: 1 if arguments.scale else 2]
+    names = ("rows", "models", "weight_dtype", "out_dtype", "amax", "residual")
+    options = {name: getattr(arguments, name) for name in names}
+    shape = (arguments.norm, arguments.dtype, directions, arguments.cols)
+    todo = cells(*shape, scales=arguments.scale, **options)
+    result = _run(arguments, todo, tiles=arguments.tiles)
+    if arguments.readme and result:
+        report.rewrite_table(report.README, result.markdown(short=True))
+        report.rewrite_table(report.DOCUMENT, result.markdown())
+        chart(result, report.CHART)
+    elif arguments.readme:
+        print("README.md and docs/benchmarks.md are left as they were")
+    return 0 if result else 1
+
+
+def run_linear(arguments: argparse.Namespace) -> int:
+    """The exit code: 0 if no library was wrong, else 1."""
+    todo = linear_cells(arguments.shapes, arguments.format, arguments.direction)
+    return 0 if _run(arguments, todo) else 1
+
+
+def run_tune(arguments: argparse.Namespace) -> int:
+    """Measures tiles, and writes the rows that gain to the file."""
+    check_folders(arguments.output)
+    _measure().check_runs(1)
+    from . import tune
+
+    directions = arguments.direction or DIRECTIONS
+    todo = cells(arguments.norm, arguments.dtype, directions, arguments.cols)
+    options = {"jobs": arguments.jobs, "seconds": arguments.seconds, "progress": bar}
+    print(tune.tune(Path(arguments.output), todo, **options))
+    return 0
