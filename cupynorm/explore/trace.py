@@ -20,11 +20,11 @@ from ..check.kernels import CpuMachine
 from ..check.run import run_kernels
 from ..gpu import on_cpu
 from ..norm.checks import names_what_was_removed
-from ..norm.plans import full_name, plan
 from ..norm.request import tile_of
 from ..plan.devices import Device
 from ..plan.dispatch import Plan
 from ..plan.instances import Launch
+from ..plan.plans import full_name, plan
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import StatisticsName, StrategyName
 from ..table import as_html, as_text

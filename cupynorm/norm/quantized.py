@@ -16,7 +16,7 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
 from ..plan.devices import Device
-from ..plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
+from ..plan.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from ..plan.problem import ceil_div, cols_of_scale
 from ..reference import fp8
 from ..table import pairs_as_html
@@ -470,7 +470,7 @@ def sum_words(partials_shape: tuple[int, int]) -> Words:
 def update_scales(
     scale: Array, history: Array, largest: Array, factor: float, *, most_recent: bool
 ) -> None:
-    """The end of a step of delayed scaling, in place, by one launch: what cupynorm.nn.fp8.updated
+    """The end of a step of delayed scaling, in place, by one launch: what nn/scales.py's updated
     gives.
 
     scale, largest: [num_tensors]; history: [num_steps, num_tensors]; all float32, contiguous, on a
