@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .bench import command as bench_command
-from .bench import tune_command
+from .bench import bench_command
 from .check import command as check_command
 from .gpu import launch, on_cpu
 from .gpu.environment import has_gpu
@@ -39,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
     check_command.add_to(commands)
     plans.add_to(commands, current_device)
     bench_command.add_to(commands)
-    tune_command.add_to(commands)
     return top
 
 

@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
             result.findings += found
             num_steps += 1
     if num_steps:
-        print(result.summary())
+        print(result)
     print(f"{num_steps} steps ran")
     return 0 if result.num_off == 0 else 1
 

@@ -32,8 +32,8 @@ from .problem import (
     Problem,
     Tile,
 )
-from .product_choice import choose as choose_product
-from .products import NormLinearProblem
+from .product_plan import NormLinearProblem
+from .product_plan import choose as choose_product
 from .strategies import STRATEGIES, StatisticsName, StrategyName
 
 WITHOUT_GPU = "H200"  # what is planned for where no GPU is present

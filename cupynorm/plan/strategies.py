@@ -35,6 +35,10 @@ _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 5
 _COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
 
 
+def _never(problem: Problem, device: Device, tile: Tile) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Strategy:
     """One row of the dispatch table.
@@ -49,7 +53,7 @@ class Strategy:
     kept_in: str
     tile: Callable[[Problem, Device], Tile | None]
     first_capability: int = 0
-    later_is_faster: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
+    later_is_faster: Callable[[Problem, Device, Tile], bool] = _never
 
 
 def _ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
