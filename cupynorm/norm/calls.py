@@ -80,7 +80,7 @@ def _key(operands: tuple, *rest: object) -> tuple:
     """
     *given, functors = operands
     layout_key = arrays.library(given[0]).layout_key
-    key = (*map(layout_key, given), rest)
+    key = (*rest, *[None if each is None else layout_key(each) for each in given])
     if functors is None:
         return key
     parts = [(each.functor, str(each.numbers)) for each in functors.parts()]

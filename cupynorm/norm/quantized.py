@@ -19,8 +19,6 @@ from ..plan.devices import Device
 from ..plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
 from ..plan.problem import ceil_div, cols_of_scale
 from ..reference import fp8
-from ..svg import COLORS, Picture
-from ..table import pairs_as_html
 from .arguments import (
     Address,
     Call,
@@ -119,55 +117,6 @@ class QuantizedTensor:
         data = self.data.dtype if arrays.is_torch(self.data) else self.format
         fields = f"data={data}, dtype={self.dtype}, block_rows={self.block_rows}"
         return f"QuantizedTensor(shape={tuple(self.shape)}, {fields})"
-
-    def _repr_html_(self) -> str:
-        bits = _on_host(self.data)
-        counts = np.bincount(bits.view(np.uint8).reshape(-1), minlength=256).reshape(2, 128)
-        if self.format == "int8":  # -128 counts as -127
-            counts[1] = np.append(0, counts[1, :0:-1]) + np.append(np.zeros(127, int), counts[1, 0])
-        counts = counts.sum(0)
-        picture, facts = histogram(counts, self.format)
-        where = "one" if self.block_rows is None else " x ".join(map(str, self.scale_inv.shape))
-        of_blocks = f", each of {self.block_rows} x {self.block_cols}" if self.block_rows else ""
-        pairs = [
-            ("shape", " x ".join(map(str, self.shape))),
-            ("data", self.format),
-            ("dequantize() gives", str(self.dtype)),
-            ("scale_inv", f"{where}{of_blocks}"),
-            ("transposed", "no" if self.transposed is None else "yes"),
-        ]
-        return pairs_as_html([*pairs, *facts]) + str(picture)
-
-
-def _on_host(data: Array) -> np.ndarray:
-    """The bits of 8-bit floats as NumPy's uint8."""
-    if arrays.is_torch(data):
-        return data.detach().view(arrays.TorchLibrary.dtype("uint8")).cpu().numpy()
-    return data.get() if arrays.is_cupy(data) else data
-
-
-def histogram(counts: np.ndarray, format: str) -> tuple[Picture, list[tuple[str, str]]]:
-    """How often each magnitude occurs, as a picture, and what stands out.
-
-    counts: [128], of the bits without the sign.
-    """
-    largest = {"float8_e4m3fn": 0x7E, "float8_e5m2": 0x7B, "int8": 0x7F}[format]
-    total = max(1, int(counts.sum()))
-    shares = {"0": counts[0], "the largest value": counts[largest]}
-    shares["infinity or NaN"] = counts[largest + 1 :].sum()
-    facts = [(name, f"{count:,} ({count / total:.2%})") for name, count in shares.items()]
-    picture = Picture(540, f"how often each magnitude of {format} occurs")
-    picture.text(
-        0, 12, "elements by magnitude, the smallest on the left; orange: 0 and the largest"
-    )
-    most = max(1, int(counts.max()))
-    for bits, count in enumerate(counts):
-        height = 60 * int(count) / most
-        color = COLORS[1] if bits in (0, largest) else COLORS[0]
-        hint = f"bits 0x{bits:02x}: {count:,}"
-        picture.rectangle(4 * bits, 80 - height, (3.4, height), color, hint)
-    picture.line((0, 80), (512, 80))
-    return picture, facts
 
 
 def _values_of_bits(quantized: QuantizedTensor) -> Array:
