@@ -39,13 +39,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from cupynorm.bench.documents import DOCUMENT, rewrite_table
 from models_decoders import Decoder, Gpt2
 from models_encoders import Bert, Dit, Vit
 from models_report import COMPILED, PHASES, RUNS, Result, plot
 from models_steps import NUM_WARM, Settings, Subject, compile_in_processes, measure, on_gpu
 from tqdm import tqdm
 
-from cupynorm.bench.documents import DOCUMENT, rewrite_table
 from cupynorm.command_line import Appended, positive, several
 from cupynorm.gpu.environment import environment
 

@@ -314,8 +314,9 @@ def plot(result: Result, path: Path) -> None:
 
     Raises MissingLibraryError without matplotlib.
     """
-    from cupynorm.bench import style
     from cupynorm.bench.plot import require_matplotlib
+
+    from cupynorm.bench import style
 
     require_matplotlib()
     from matplotlib import rc_context

@@ -16,9 +16,10 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
 from ..plan.devices import Device
-from ..plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
+from ..plan.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from ..plan.problem import ceil_div, cols_of_scale
 from ..reference import fp8
+from ..table import pairs_as_html
 from .arguments import (
     Address,
     Call,
@@ -117,6 +118,40 @@ class QuantizedTensor:
         data = self.data.dtype if arrays.is_torch(self.data) else self.format
         fields = f"data={data}, dtype={self.dtype}, block_rows={self.block_rows}"
         return f"QuantizedTensor(shape={tuple(self.shape)}, {fields})"
+
+    def _repr_html_(self) -> str:
+        bits = _on_host(self.data)
+        counts = np.bincount(bits.view(np.uint8).reshape(-1), minlength=256).reshape(2, 128)
+        if self.format == "int8":  # -128 counts as -127
+            counts[1] = np.append(0, counts[1, :0:-1]) + np.append(np.zeros(127, int), counts[1, 0])
+        counts = counts.sum(0)
+        facts = range_facts(counts, self.format)
+        where = "one" if self.block_rows is None else " x ".join(map(str, self.scale_inv.shape))
+        of_blocks = f", each of {self.block_rows} x {self.block_cols}" if self.block_rows else ""
+        pairs = [
+            ("shape", " x ".join(map(str, self.shape))),
+            ("data", self.format),
+            ("dequantize() gives", str(self.dtype)),
+            ("scale_inv", f"{where}{of_blocks}"),
+            ("transposed", "no" if self.transposed is None else "yes"),
+        ]
+        return pairs_as_html([*pairs, *facts])
+
+
+def _on_host(data: Array) -> np.ndarray:
+    """The bits of 8-bit floats as NumPy's uint8."""
+    if arrays.is_torch(data):
+        return data.detach().view(arrays.TorchLibrary.dtype("uint8")).cpu().numpy()
+    return data.get() if arrays.is_cupy(data) else data
+
+
+def range_facts(counts: np.ndarray, format: str) -> list[tuple[str, str]]:
+    """How the range of a format is used. counts: [128], of the bits without the sign."""
+    largest = {"float8_e4m3fn": 0x7E, "float8_e5m2": 0x7B, "int8": 0x7F}[format]
+    total = max(1, int(counts.sum()))
+    shares = {"0": counts[0], "the largest value": counts[largest]}
+    shares["infinity or NaN"] = counts[largest + 1 :].sum()
+    return [(name, f"{count:,} ({count / total:.2%})") for name, count in shares.items()]
 
 
 def _values_of_bits(quantized: QuantizedTensor) -> Array:
@@ -435,7 +470,7 @@ def sum_words(partials_shape: tuple[int, int]) -> Words:
 def update_scales(
     scale: Array, history: Array, largest: Array, factor: float, *, most_recent: bool
 ) -> None:
-    """The end of a step of delayed scaling, in place, by one launch: what cupynorm.nn.fp8.updated
+    """The end of a step of delayed scaling, in place, by one launch: what nn/scales.py's updated
     gives.
 
     scale, largest: [num_tensors]; history: [num_steps, num_tensors]; all float32, contiguous, on a

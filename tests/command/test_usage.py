@@ -4,11 +4,11 @@ import argparse
 
 import pytest
 from command_runs import ROOT
+from cupynorm.bench.contestants import CONTESTANTS
+from cupynorm.bench.models import MODELS
 
 from cupynorm import __main__ as command
 from cupynorm.bench import cells as bench_cells
-from cupynorm.bench.contestants import CONTESTANTS
-from cupynorm.bench.models import MODELS
 from cupynorm.command_line import number, positives
 
 
