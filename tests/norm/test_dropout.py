@@ -195,32 +195,6 @@ def test_p_is_checked_when_the_functor_is_made(p):
 # Autograd, transforms, the compiler.
 
 
-@pytest.mark.parametrize("norm_name", NORMS)
-@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
-def test_derivatives_are_numerical_ones(check, norm_name):
-    """On the CPU in float64, with a fixed mask."""
-    shapes = ((3, 5), (3, 5), (5,), (3,))
-    given = [random(*shape, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
-
-    def call(x, residual, weight, scale):
-        fuse = row_scale(scale), dropout(0.4, 2)
-        return getattr(cupynorm, norm_name)(
-            x, 5, weight, eps=0.1, residual=residual, return_residual=True, fuse=fuse
-        )
-
-    assert check(call, given)
-    assert check(lambda *given: call(*given)[0], given)
-
-
-def test_transforms(device):
-    x, scale = random(2, 3, 5), random(2, 3, seed=1)
-    call = functools.partial(cupynorm.layer_norm, normalized_shape=5)
-    mapped = torch.func.vmap(lambda x, scale: call(x, fuse=row_scale(scale)))(x, scale)
-    torch.testing.assert_close(mapped, call(x, fuse=row_scale(scale)))
-    each = torch.func.vmap(lambda x: call(x, fuse=dropout(0.5)), randomness="different")(x)
-    assert each.shape == x.shape and not torch.equal(each, call(x))
-
-
 def compiled_call(x, residual, weight, scale, seed):
     y, added = cupynorm.rms_norm(
         2 * x,
