@@ -215,7 +215,7 @@ def laid(layout, shape):
     first = -memory.data_ptr() % 16 // 2
     if layout == "strided":
         return memory[first : first + 2 * size].view(*shape[:-1], 2 * shape[-1])[..., ::2]
-    first += layout == "misaligned"
+    first += 4 * (layout == "misaligned")  # 8 bytes
     plain = memory[first : first + size].view(shape)
     return torch._neg_view(plain.neg_()) if layout == "negated" else plain
 
