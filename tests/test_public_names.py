@@ -87,10 +87,14 @@ def test_calls_of_modules_say_what_to_write_instead(name, keyword):
 
 @pytest.mark.parametrize("keyword", ["load", "store"])
 @pytest.mark.parametrize(
-    "name, options", [("check", {}), ("trace", {"num_cols": 64, "strategy": "warp"})]
+    "name, options, instead",
+    [
+        ("check", {}, "cupynorm.check_functor"),
+        ("trace", {"num_cols": 64, "strategy": "warp"}, "fuse=func"),
+    ],
 )
-def test_check_and_trace_say_what_replaced_load_and_store(name, options, keyword):
-    with pytest.raises(TypeError, match=f"^{name} has no {keyword} any more; expected fuse=func"):
+def test_check_and_trace_say_what_replaced_load_and_store(name, options, instead, keyword):
+    with pytest.raises(TypeError, match=f"^{name} has no {keyword} any more; expected {instead}"):
         getattr(cupynorm, name)(**options, **{keyword: None})
 
 

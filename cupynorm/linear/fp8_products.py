@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import amaxes, autocast, fp8, modes, private, quantization
+from ..nn import modes, private, quantization, scales
 from ..nn.dtypes import name_of
-from ..nn.fp8 import Scales
-from ..nn.products import Factor
+from ..nn.quantization import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
     E4M3,
@@ -28,6 +27,7 @@ from ..nn.recipes import (
     DelayedScaling,
     Recipe,
 )
+from ..nn.scales import Scales
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Quantization
 from .operands import as_rows, join, sum_rows
@@ -246,11 +246,11 @@ class Fp8State:
     scales: of DelayedScaling, "forward" and "backward".
     weight: the quantised weight that is_first_microbatch shares, behind its recipe and
         modes.stream_of.
-    slot: for amaxes.py. kind: what the layer's twins on other ranks share with it.
+    slot: for scales.py. kind: what the layer's twins on other ranks share with it.
     """
 
-    def __init__(self, kind: str, scales: dict[str, Scales] | None = None) -> None:
-        self.scales, self.slot = dict(scales or {}), amaxes.new_slot(kind)
+    def __init__(self, kind: str, kept: dict[str, Scales] | None = None) -> None:
+        self.scales, self.slot = dict(kept or {}), scales.new_slot(kind)
         self.weight: tuple[Recipe, tuple | None, QuantizedTensor] | None = None
 
     def quantizers(self, recipe: Recipe, device: torch.device, *, keeps_amaxes: bool) -> Quantizers:
@@ -264,32 +264,30 @@ class Fp8State:
         names = {"forward": FORWARD, "backward": BACKWARD}
         for (name, tensors), dtype in zip(names.items(), recipe.fp8_format.value):
             dtypes = (dtype,) * len(tensors)
-            self.scales[name] = fp8.scales_for(
+            self.scales[name] = scales.scales_for(
                 self.scales.get(name), dtypes, recipe, device, keeps_amaxes=keeps_amaxes
             )
         # A backward of a pipeline that learns shapes would change them.
         states = copy.deepcopy(self.scales) if modes.learns_shapes() else self.scales
         return Quantizers(recipe, states, keeps_amaxes)
 
-    def begin(self, region: autocast.Region, recipe: Recipe, device: torch.device) -> Quantizers:
+    def begin(self, region: scales.Region, recipe: Recipe, device: torch.device) -> Quantizers:
         """The quantizers of a call. Its scales are updated when the outermost region ends."""
-        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not modes.learns_shapes()
+        keeps = torch.is_grad_enabled() and not scales.runs_again() and not modes.learns_shapes()
         quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
-        if isinstance(recipe, DelayedScaling) and autocast.runs:
-            quantizers.forward_scale = autocast.kept(quantizers.states["forward"].scale.clone)
+        if isinstance(recipe, DelayedScaling) and scales.runs:
+            quantizers.forward_scale = scales.kept(quantizers.states["forward"].scale.clone)
         if keeps:
             self._use_scales(region, recipe)
         return quantizers
 
-    def _use_scales(self, region: autocast.Region, recipe: Recipe) -> None:
+    def _use_scales(self, region: scales.Region, recipe: Recipe) -> None:
         if isinstance(recipe, DelayedScaling):
-            for name, at in (("forward", 0), ("backward", amaxes.OF_BACKWARD)):
-                used = amaxes.UsedScales(self.scales[name], recipe, region.group)
+            for name, at in (("forward", 0), ("backward", scales.OF_BACKWARD)):
+                used = scales.UsedScales(self.scales[name], recipe, region.group)
                 region.used[self.slot, at] = used
 
-    def record(
-        self, region: autocast.Region, normalized: Tensor, weights: Sequence[Tensor]
-    ) -> None:
+    def record(self, region: scales.Region, normalized: Tensor, weights: Sequence[Tensor]) -> None:
         """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
         recipe = region.calibration
         quantizers = self.quantizers(recipe, normalized.device, keeps_amaxes=True)
@@ -326,13 +324,13 @@ class Fp8State:
 
     def move(self, function: Callable[[Tensor], Tensor]) -> None:
         """As torch.nn.Module._apply moves a layer."""
-        moved = {name: fp8.moved(state, function) for name, state in self.scales.items()}
+        moved = {name: scales.moved(state, function) for name, state in self.scales.items()}
         self.scales = {name: state for name, state in moved.items() if state is not None}
         self.weight = None
 
     def load(self, packed: Any) -> None:
-        """Takes what fp8.pack(scales) returned. Raises ValueError for that of another layer."""
-        loaded, kept = fp8.unpack(packed), self.scales
+        """Takes what scales.pack(scales) returned. Raises ValueError for that of another layer."""
+        loaded, kept = scales.unpack(packed), self.scales
         for name, (scale, _) in loaded.items():
             tensors = {"forward": FORWARD, "backward": BACKWARD}.get(name)
             if tensors is None or len(scale) != len(tensors):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..gpu import arrays
-from ..nn import autocast, fp8, modes, wrapped
+from ..nn import modes, scales, wrapped
 from ..nn.dtypes import outside_autocast, product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
@@ -72,16 +72,16 @@ class LinearLayer(torch.nn.Module):
         if not modes.is_compiling():
             return False
         # What a checkpoint runs again needs the region of its first run, which no graph keeps.
-        return autocast.is_inside() or bool(autocast.runs) or self._gradients.has_sink(self)
+        return scales.is_inside() or bool(scales.runs) or self._gradients.has_sink(self)
 
-    def _region(self) -> autocast.Region | None:
+    def _region(self) -> scales.Region | None:
         """The region of a call: of the first run of a call that a checkpoint runs again."""
-        return autocast.active() if modes.is_compiling() else autocast.kept(autocast.active)
+        return scales.active() if modes.is_compiling() else scales.kept(scales.active)
 
     def _call(
         self,
         operands: Operands,
-        region: autocast.Region | None,
+        region: scales.Region | None,
         is_first_microbatch: bool | None,
         *,
         fp8_output: bool,
@@ -94,7 +94,7 @@ class LinearLayer(torch.nn.Module):
         """
         self._gradients.begin(self)
         if region is not None:
-            autocast.check_checkpoint(region)
+            scales.check_checkpoint(region)
             results = self._project_in_fp8(
                 operands, region, is_first_microbatch, fp8_output, fp8_grad, quantized=quantized
             )
@@ -104,7 +104,7 @@ class LinearLayer(torch.nn.Module):
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
         else:
-            calibrating = autocast.calibration()
+            calibrating = scales.calibration()
             if calibrating is not None and not operands.input.is_meta:
                 modes.run_untraced(self._record_amaxes)(operands, calibrating)
             if self._gradients.has_sink(self):
@@ -136,7 +136,7 @@ class LinearLayer(torch.nn.Module):
     def _project_in_fp8(
         self,
         operands: Operands,
-        region: autocast.Region,
+        region: scales.Region,
         is_first_microbatch: bool | None,
         fp8_output: bool,
         fp8_grad: bool,
@@ -167,7 +167,7 @@ class LinearLayer(torch.nn.Module):
         if recorded and self._gradients.has_sink(self):
             sink = self._gradients.make_sink(self, is_first_microbatch)
         if isinstance(region.recipe, DelayedScaling):
-            fp8.check_is_no_replica(self)
+            scales.check_is_no_replica(self)
         quantizers = self._fp8.begin(region, region.recipe, operands.input.device)
         weight = self._fp8.quantized_weight(
             quantizers, operands.weights, options.dtype, is_first_microbatch, recorded=recorded
@@ -202,7 +202,7 @@ class LinearLayer(torch.nn.Module):
             )
         check_call(operands, options)
 
-    def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
+    def _record_amaxes(self, operands: Operands, region: scales.Region) -> None:
         """Of a call in its own dtype, in a region that is calibrating."""
         if self.sharding.mode == "row":
             raise NotImplementedError(
@@ -212,7 +212,7 @@ class LinearLayer(torch.nn.Module):
         if modes.is_inside_backward() or modes.learns_shapes():
             return  # a checkpoint runs the call again, or a pipeline before the first step
         _refuse_transforms(operands)
-        fp8.check_is_no_replica(self)
+        scales.check_is_no_replica(self)
         if operands.input.is_nested:
             values = wrapped.Packing(operands.input, 1).values(operands.input, "input")
             operands = operands._replace(input=values)
@@ -276,7 +276,7 @@ class LinearLayer(torch.nn.Module):
 
         An empty uint8 tensor where there is none.
         """
-        return fp8.pack(self._fp8.scales)
+        return scales.pack(self._fp8.scales)
 
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state returned.
@@ -293,7 +293,7 @@ class LinearLayer(torch.nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        fp8.complete(self, state_dict, prefix)
+        scales.complete(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._fp8.weight = None
         self.mark_parameters()  # load_state_dict(assign=True) replaces the parameters
@@ -423,7 +423,7 @@ class Linear(LinearLayer, torch.nn.Linear):
             or fp8_grad
             or self.fuse_wgrad_accumulation
             or self.delay_wgrad_compute
-            or autocast.calibration() is not None
+            or scales.calibration() is not None
         )
         if is_torchs:
             return functional.linear(input, self.weight, self.bias)
@@ -449,11 +449,11 @@ class Linear(LinearLayer, torch.nn.Linear):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not (self._fp8.scales or self.fp8_state):  # the state dict is then torch.nn's
-            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
+            del destination[f"{prefix}{scales.EXTRA_STATE}"]
 
 
 def _unpacked(
-    input: QuantizedTensor, region: autocast.Region | None
+    input: QuantizedTensor, region: scales.Region | None
 ) -> tuple[QuantizedTensor | None, Tensor]:
     """An input as a matrix in 8 bits, or None where it must be quantised again; and as a tensor.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..dtypes import DTYPES
 from ..gpu import arrays
-from ..nn import products
+from ..nn import quantization
 from ..nn.dtypes import name_of, outside_autocast
 from ..norm import checks, quantized
 from ..norm.request import Array, Launch
@@ -208,7 +208,7 @@ def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     On a GPU a kernel makes them with little scratch memory.
     """
     if rows.is_meta or arrays.on_host(rows) or rows.stride(-1) != 1:
-        return products.sum_rows(rows, dtype)
+        return quantization.sum_rows(rows, dtype)
     return quantized.sum_rows(rows, name_of(dtype))
 
 

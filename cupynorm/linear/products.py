@@ -30,7 +30,7 @@ from torch.nn import functional
 from ..gpu import arrays
 from ..nn import quantization
 from ..nn.dtypes import name_of
-from ..nn.products import Factor, multiply
+from ..nn.quantization import Factor, multiply
 from ..nn.recipes import BLOCK_SIZE
 from ..norm import calls
 from ..norm.calls import FOR_STATISTICS, FOR_Y
@@ -233,7 +233,7 @@ class Products:
     def multiply(
         self, a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None = None, **how: bool
     ) -> Tensor:
-        """a b^T + bias. dtype, how: of 8-bit floats, as nn.products.multiply."""
+        """a b^T + bias. dtype, how: of 8-bit floats, as nn.quantization.multiply."""
         if self.quantizers is None:
             return functional.linear(a.data, b.data, bias)
         how.setdefault("is_exact", self.quantizers.is_exact)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..nn import modes, private
 from ..nn.dtypes import outside_autocast
-from ..nn.products import wide_product
+from ..nn.quantization import wide_product
 from .operands import split_like, sum_rows
 
 

@@ -28,7 +28,7 @@ from ..norm.request import (
     Launch,
     replaced,
 )
-from ..plan.functors import Fuse
+from ..plan.functor_text import Fuse
 from . import by_torch, wrapped
 from .dtypes import arithmetic
 from .modes import (

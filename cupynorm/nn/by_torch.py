@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..norm.checks import check_forward, dtype_name, with_seeds
 from ..norm.quantized import arranged, as_quantized_tensor, scale_shape
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, replaced
-from ..plan.functors import BoundFunctor, Functors
+from ..plan.functor_text import BoundFunctor, Functors
 from ..plan.problem import cols_of_scale
 from . import modes
 from . import quantization as of_torch

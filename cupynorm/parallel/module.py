@@ -29,7 +29,7 @@ from ..linear.operands import (
     launch_of,
 )
 from ..linear.products import ONE_RANK, OneRank
-from ..nn import autocast, modes
+from ..nn import modes, scales
 from ..nn.dtypes import SUPPORTED
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
@@ -351,7 +351,7 @@ class LayerNormLinear(LinearLayer):
     def _call(
         self,
         operands: Operands,
-        region: autocast.Region | None,
+        region: scales.Region | None,
         is_first_microbatch: bool | None,
         **options: Any,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
@@ -361,7 +361,7 @@ class LayerNormLinear(LinearLayer):
                 self._agree(kind, region, operands)
         return super()._call(operands, region, is_first_microbatch, **options)
 
-    def _agree(self, kind: tuple, region: autocast.Region | None, operands: Operands) -> None:
+    def _agree(self, kind: tuple, region: scales.Region | None, operands: Operands) -> None:
         """Raises before any collective unless all ranks make this kind of call."""
         self._ranks.check_group()
         self.sharding.check_plain(operands)
@@ -418,7 +418,7 @@ class LayerNormLinear(LinearLayer):
     def _shares_scales(self) -> bool:
         return self.sequence_parallel or self.parallel_mode == "row"
 
-    def _check_amaxes(self, region: autocast.Region) -> None:
+    def _check_amaxes(self, region: scales.Region) -> None:
         """Raises where ranks that share an 8-bit tensor would have scales of their own.
 
         The ranks have agreed on the group, so that it has all of them or none.

@@ -18,7 +18,7 @@ from cupynorm import (  # noqa: E402
     DelayedScaling,
     fp8_autocast,
 )
-from cupynorm.nn import fp8, products, quantization, recipes  # noqa: E402
+from cupynorm.nn import quantization, recipes, scales  # noqa: E402
 
 
 def test_scales_of_each_step():
@@ -93,7 +93,7 @@ def test_state_dicts_carry_the_scales():
         ValueError, match="the fp8 state has forward of 2 tensors; expected forward of 3"
     ):
         other.set_extra_state(
-            fp8.pack({"forward": fp8.Scales((recipes.E4M3,) * 2, 3, torch.device("cpu"))})
+            scales.pack({"forward": scales.Scales((recipes.E4M3,) * 2, 3, torch.device("cpu"))})
         )
 
 
@@ -230,7 +230,7 @@ def test_products_of_blocks_without_power_of_two_scales(device):
     b = quantization.quantize_blocks(
         weight.to(device), recipes.E4M3, block_rows=128, power_of_two=False
     )
-    y = products.multiply(a, b, torch.float32, is_exact=False)
+    y = quantization.multiply(a, b, torch.float32, is_exact=False)
     a, b = (each.dequantize().double().cpu() for each in (a, b))
     assert not torch.equal(a, a.bfloat16().double())
     assert (

@@ -13,7 +13,7 @@ from cupynorm import (  # noqa: E402
     Linear,
     fp8_autocast,
 )
-from cupynorm.nn import autocast  # noqa: E402
+from cupynorm.nn import scales  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=3)
 BOTH = pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
@@ -64,7 +64,7 @@ def test_a_refused_call_makes_no_scales(kind):
     with fp8_autocast(recipe=RECIPE):
         with pytest.raises(RuntimeError, match="weight has no main_grad"):
             layer(torch.ones(4, 16))
-        assert not autocast.active().used
+        assert not scales.active().used
     assert not layer._fp8.scales
 
 
@@ -76,5 +76,5 @@ def test_a_refused_call_records_no_amaxes(kind):
         for x in (torch.ones(4, 16).half(), torch.ones(4, 16, dtype=torch.int64)):
             with pytest.raises((TypeError, RuntimeError)):
                 layer(x)
-        assert not autocast.calibration().used
+        assert not scales.calibration().used
     assert not layer._fp8.scales
