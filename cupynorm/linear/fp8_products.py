@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import modes, private, quantization, scales
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..nn.quantization import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
