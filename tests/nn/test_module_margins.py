@@ -11,7 +11,7 @@ import pytest
 from repository_files import MODULES
 
 from cupynorm import Launch
-from cupynorm.gpu import launch, nvrtc
+from cupynorm.gpu import arrays, launch, nvrtc
 from cupynorm.norm import arguments, prepared
 from cupynorm.norm.calls import FOR_STATISTICS, FOR_Y, PreparedForward, prepare_backward
 from cupynorm.norm.request import (
@@ -59,6 +59,7 @@ def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
     monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
     monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
     monkeypatch.setattr(launch, "load", lambda each, index: each)
+    monkeypatch.setattr(arrays, "on_host", lambda array: False)
     x = numpy_as_cupy.ndarray((20000, 1024), np.float32)
     rstd = numpy_as_cupy.ndarray((20000,), np.float32)
 

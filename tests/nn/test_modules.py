@@ -92,7 +92,7 @@ def test_parameters_repr_and_state_dict_are_those_of_torch(ours, theirs, argumen
     if "bias" in options and ours is cupynorm.RMSNorm:
         pytest.skip("RMSNorm has no bias")
     mine, torchs = ours(*arguments, **options), theirs(*arguments, **options)
-    assert repr(mine) == repr(torchs)
+    assert repr(mine) == f"cupynorm.{torchs}"
     assert [name for name, _ in mine.named_parameters()] == [
         name for name, _ in torchs.named_parameters()
     ]
@@ -243,7 +243,7 @@ def test_repr_shows_options_that_are_not_default(ours, theirs):
     extras = {"zero_centered_gamma": True, "sequence_parallel": False}
     extras["launch"] = cupynorm.Launch(sm_margin=4)
     for name, value in extras.items():
-        assert repr(ours(8, **{name: value})) == repr(theirs(8))[:-1] + f", {name}={value})"
+        assert repr(ours(8, **{name: value})) == f"cupynorm.{theirs(8)}"[:-1] + f", {name}={value})"
 
 
 @BOTH

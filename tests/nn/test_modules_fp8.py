@@ -31,8 +31,9 @@ def exact_y(module, x):
     By the tile of the last 8-bit call in the arithmetic's dtype, or by the reference in float64.
     """
     options = {"out_dtype": "float64"}
-    if prepared.forwards:
-        plan = next(reversed(prepared.forwards.values())).plan
+    last = next(reversed(prepared.forwards.values()), None)
+    if last is not None and last.plan is not None:
+        plan = last.plan
         options = {
             "out_dtype": "float32",
             "launch": cupynorm.Launch(plan.strategy, plan.tile, plan.statistics),
