@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ..linear.call import Operands
+from ..linear.operands import Operands
 from ..nn import modes, scales
-from ..nn.dtypes import product_dtype
+from ..nn.modes import product_dtype
 from ..nn.private import is_any_autocast_enabled
 from ..nn.recipes import DelayedScaling, Recipe
 

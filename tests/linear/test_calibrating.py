@@ -31,7 +31,7 @@ def test_scales_are_recorded_while_products_stay_in_their_dtype(device, records)
             x, 200, module.layer_norm_weight, module.layer_norm_bias, out_dtype="float32"
         )
     amaxes = normalized.abs().max(), module.weight.float().abs().max()
-    state = module._fp8_states["forward"]
+    state = module._fp8.scales["forward"]
     scales = [448 / amaxes[0].item(), 448 / amaxes[1].item(), 1]
     assert state.scale.tolist() == pytest.approx(scales, rel=2**-23)
     assert state.amax_history[-1].tolist() == [*amaxes, 0]
@@ -53,7 +53,7 @@ def test_a_checkpoint_and_other_recipes_record_nothing_more():
 
     x = tensor(problem.x, grad=True)
     y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
-    state = module._fp8_states["forward"]
+    state = module._fp8.scales["forward"]
     assert state.num_steps == 1
     y.sum().backward()
     assert state.amax_history[0].eq(0).all() and state.amax_history[1].eq(0).all()

@@ -51,11 +51,11 @@ def test_a_refused_call_keeps_the_step_of_main_grad(kind, x, region):
                 layer(x, is_first_microbatch=True)
     with torch.no_grad(), pytest.raises((TypeError, ValueError, RuntimeError)):
         layer(x, is_first_microbatch=True, fp8_output=True)
-    assert not layer._begins_later
+    assert not layer._gradients.begins_later
     for each in (layer, plain):
         step(each, False)
     assert torch.equal(layer.weight.main_grad, plain.weight.main_grad)
-    assert not layer._fp8_states
+    assert not layer._fp8.scales
 
 
 @BOTH
@@ -65,7 +65,7 @@ def test_a_refused_call_makes_no_scales(kind):
         with pytest.raises(RuntimeError, match="weight has no main_grad"):
             layer(torch.ones(4, 16))
         assert not scales.active().used
-    assert not layer._fp8_states
+    assert not layer._fp8.scales
 
 
 @BOTH
@@ -77,4 +77,4 @@ def test_a_refused_call_records_no_amaxes(kind):
             with pytest.raises((TypeError, RuntimeError)):
                 layer(x)
         assert not scales.calibration().used
-    assert not layer._fp8_states
+    assert not layer._fp8.scales
