@@ -207,6 +207,26 @@ def test_compiled_modules_give_results_near_the_eager_ones(ours, theirs):
     assert not torch.equal(module(x), results[0][0])
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_layer_in_eval_mode_calls_norms_with_zero_centered_gamma(norm_first):
+    """torch's fused layer would read weight and eps alone."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(
+        8, 2, 16, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    ).eval()
+    twin, x = copy.deepcopy(layer), random_input(2, 3, 8, dtype="float64")
+    for name in ("norm1", "norm2"):
+        norm = cupynorm.LayerNorm(8, dtype=torch.float64, zero_centered_gamma=True)
+        with torch.no_grad():
+            getattr(layer, name).weight.copy_(random_input(8))
+            norm.weight.copy_(getattr(layer, name).weight - 1)
+        setattr(twin, name, norm)
+    with torch.no_grad():
+        expected = layer(x)
+        for each in (twin, copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+            torch.testing.assert_close(each(x), expected, rtol=0, atol=1e-6)
+
+
 # The interface of TransformerEngine.
 
 
