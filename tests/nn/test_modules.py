@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-from functools import partial
 
 import numpy as np
 import pytest
@@ -340,36 +339,6 @@ def test_arguments_in_the_order_of_transformer_engine_are_refused(ours):
         ours(768, 1e-5, False, torch.bfloat16)
     with pytest.raises(TypeError, match="elementwise_affine is None; the order of the arguments"):
         ours(768, 1e-5, None, None, True)
-
-
-@pytest.mark.parametrize(
-    "make", [cupynorm.LayerNorm, cupynorm.RMSNorm, partial(cupynorm.LayerNormLinear, 8)]
-)
-def test_what_is_deprecated_in_transformer_engine_has_one_name_here(make):
-    """docs/calls.md names it: reset_parameters, which sets what the others set, and sm_margin."""
-    module = make(8, device="cpu", zero_centered_gamma=True)
-    for name in (
-        "reset_layer_norm_parameters",
-        "reset_rms_norm_parameters",
-        *(
-            f"{kind}_{norm}_sm_margin"
-            for kind in ("fwd", "bwd", "inf")
-            for norm in ("ln", "rmsnorm")
-        ),
-    ):
-        assert not hasattr(module, name)
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for each in parameters.values():
-            each.fill_(7.0)
-    module.reset_parameters()
-    for name, each in parameters.items():
-        if name != "weight" or not hasattr(module, "layer_norm_weight"):
-            assert (each == 0).all(), name
-        else:
-            assert (each != 7).all() and each.std() > 0
-    with pytest.raises(TypeError, match="fwd_ln_sm_margin"):
-        make(8, device="cpu", fwd_ln_sm_margin=1)
 
 
 @pytest.mark.parametrize("relu", [torch.nn.ReLU(inplace=True), torch.nn.ReLU()])
