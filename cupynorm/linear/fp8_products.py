@@ -130,11 +130,6 @@ class Quantizers:
         )
         return quantization, None, None
 
-    def record(self, name: str, x: Tensor) -> None:
-        """Records the amax of a matrix that is not quantised, for DelayedScaling."""
-        _, amax = self.delayed(name)
-        torch.maximum(amax, quantization.amax_of(x).reshape(1), out=amax)
-
     def quantize(self, name: str, x: Tensor, *, transpose: bool = False) -> QuantizedTensor:
         """A matrix in 8-bit floats. Its amax is recorded where the step is."""
         recipe, dtype = self.recipe, self.dtype(name)
@@ -286,14 +281,6 @@ class Fp8State:
             for name, at in (("forward", 0), ("backward", scales.OF_BACKWARD)):
                 used = scales.UsedScales(self.scales[name], recipe, region.group)
                 region.used[self.slot, at] = used
-
-    def record(self, region: scales.Region, normalized: Tensor, weights: Sequence[Tensor]) -> None:
-        """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
-        recipe = region.calibration
-        quantizers = self.quantizers(recipe, normalized.device, keeps_amaxes=True)
-        quantizers.record("input", as_rows(normalized))
-        quantizers.record("weight", join(weights))
-        self._use_scales(region, recipe)
 
     def quantized_weight(
         self,
