@@ -103,7 +103,6 @@ WINGS = (
     "dtypes",
     "command_line",
     "table",
-    "svg",
     "plan",
     "gpu",
     "norm",
@@ -230,7 +229,7 @@ def test_modules_that_may_import_torch_and_cupy():
     for name, imported, at_module_level in of_all:
         library = imported.partition(".")[0]
         if library == "torch":
-            in_torch = wing_of(name) in TORCH or name == "bench/triton_tutorial"
+            in_torch = wing_of(name) in {*TORCH, "bench"}
             assert not at_module_level or in_torch, f"{name} imports torch at module level"
             assert wing_of(name) not in ("dtypes", "plan"), f"{name} imports torch"
         if library in ("cupy", "cupy_backends", "cupyx"):
