@@ -13,7 +13,6 @@ import pytest
 import cupynorm
 from cupynorm.bench import report
 from cupynorm.norm.quantized import histogram
-from cupynorm.svg import Picture, shade
 from cupynorm.table import as_html, as_text, pairs_as_html
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -28,20 +27,6 @@ def test_a_table_is_the_same_as_text_and_as_html():
     assert made.count("right") == 2  # numbers
     assert "<th" in pairs_as_html(ROWS) and "1,024" in pairs_as_html(ROWS)
     xml.etree.ElementTree.fromstring(made)
-
-
-def test_a_picture_is_xml_and_has_no_colour_of_its_own_for_words():
-    picture = Picture(100, "a & b")
-    picture.rectangle(0, 0, (10, 10), "#0072B2", "hint <1>")
-    picture.text(0, 20, "x < y")
-    picture.line((0, 0), (5, 30))
-    picture.curve([(0, 0), (1, 1)], "#0072B2")
-    root = xml.etree.ElementTree.fromstring(str(picture))
-    kinds = [child.tag.rpartition("}")[2] for child in root]
-    assert kinds == ["title", "rect", "text", "line", "polyline"]
-    assert float(root.attrib["height"]) >= 30
-    assert 'fill="currentColor"' in str(picture) and 'stroke="currentColor"' in str(picture)
-    assert shade("#0072B2", 0) == "#0072b2" and shade("#0072B2", 1) == "#ffffff"
 
 
 def test_a_bare_plan_reads_well():
