@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from . import functors as functors
     from . import reference as reference
     from .check.check import check as check
+    from .check.check_function import check_function as check_function
+    from .check.check_functor import check_functor as check_functor
     from .check.results import CheckResult as CheckResult
     from .explore.experiment import Experiment as Experiment
     from .explore.experiment import experiment as experiment
@@ -29,34 +31,34 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .functional import rms_norm_backward as rms_norm_backward
     from .functional import rms_norm_forward as rms_norm_forward
     from .gpu.nvrtc import MissingLibraryError as MissingLibraryError
-    from .linear.api import layer_norm_linear as layer_norm_linear
-    from .linear.api import rms_norm_linear as rms_norm_linear
-    from .linear.linear import Linear as Linear
-    from .nn.autocast import fp8_autocast as fp8_autocast
-    from .nn.autocast import fp8_checkpoint_contexts as fp8_checkpoint_contexts
+    from .linear.layer_norm_linear import layer_norm_linear as layer_norm_linear
+    from .linear.layer_norm_linear import rms_norm_linear as rms_norm_linear
+    from .linear.layers import Linear as Linear
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
     from .nn.recipes import BlockScaling as BlockScaling
     from .nn.recipes import CurrentScaling as CurrentScaling
     from .nn.recipes import DelayedScaling as DelayedScaling
     from .nn.recipes import Format as Format
+    from .nn.scales import fp8_autocast as fp8_autocast
+    from .nn.scales import fp8_checkpoint_contexts as fp8_checkpoint_contexts
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
-    from .norm.plans import plan as plan
     from .norm.quantized import QuantizedTensor as QuantizedTensor
     from .norm.request import Backward as Backward
     from .norm.request import Forward as Forward
     from .norm.request import FusedBackward as FusedBackward
     from .norm.request import Launch as Launch
     from .norm.request import Quantize as Quantize
-    from .norm.tiles import use_tiles as use_tiles
     from .parallel.module import LayerNormLinear as LayerNormLinear
     from .plan.devices import DEVICES as DEVICES
     from .plan.devices import Device as Device
     from .plan.dispatch import Plan as Plan
-    from .plan.functors import Functor as Functor
-    from .plan.functors import FunctorError as FunctorError
-    from .plan.functors import functor as functor
+    from .plan.functor_text import Functor as Functor
+    from .plan.functor_text import FunctorError as FunctorError
+    from .plan.functor_text import functor as functor
+    from .plan.plans import plan as plan
+    from .plan.plans import use_tiles as use_tiles
     from .plan.problem import Tile as Tile
     from .plan.strategies import STRATEGIES as STRATEGIES
 
@@ -71,15 +73,16 @@ _WITHOUT_TORCH = {
     "functional": "layer_norm rms_norm layer_norm_forward rms_norm_forward"
     " layer_norm_backward rms_norm_backward",
     "norm.request": "Forward Backward FusedBackward Quantize Launch",
-    "norm.plans": "plan",
     "norm.quantized": "QuantizedTensor",
-    "norm.tiles": "use_tiles",
     "plan.devices": "DEVICES Device",
     "plan.dispatch": "Plan",
-    "plan.functors": "functor Functor FunctorError",
+    "plan.functor_text": "functor Functor FunctorError",
+    "plan.plans": "plan use_tiles",
     "plan.problem": "Tile",
     "plan.strategies": "STRATEGIES",
     "check.check": "check",
+    "check.check_function": "check_function",
+    "check.check_functor": "check_functor",
     "check.results": "CheckResult",
     "explore.experiment": "experiment Experiment",
     "explore.explain": "explain Explanation",
@@ -89,10 +92,10 @@ _WITHOUT_TORCH = {
 _WITH_TORCH = {
     "nn.modules": "LayerNorm RMSNorm",
     "nn.swap": "swap_norms SwappedNorms",
-    "nn.autocast": "fp8_autocast fp8_checkpoint_contexts",
+    "nn.scales": "fp8_autocast fp8_checkpoint_contexts",
     "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling",
-    "linear.api": "layer_norm_linear rms_norm_linear",
-    "linear.linear": "Linear",
+    "linear.layer_norm_linear": "layer_norm_linear rms_norm_linear",
+    "linear.layers": "Linear",
     "parallel.module": "LayerNormLinear",
 }
 _NAMES = {

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .bench import command as bench_command
-from .bench import tune_command
+from .bench import bench_command
 from .check import command as check_command
 from .gpu import launch, on_cpu
 from .gpu.environment import has_gpu
 from .gpu.nvrtc import MissingLibraryError
-from .norm import plan_command
+from .plan import plans
 from .plan.devices import Device
 from .table import printable
 
@@ -37,9 +36,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"cupynorm {__version__}")
     commands = top.add_subparsers(dest="command", metavar=f"{{{','.join(COMMANDS)}}}")
     check_command.add_to(commands)
-    plan_command.add_to(commands, current_device)
+    plans.add_to(commands, current_device)
     bench_command.add_to(commands)
-    tune_command.add_to(commands)
     return top
 
 

@@ -41,7 +41,7 @@ from cupynorm.check.results import CheckResult, Finding, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import environment, nvrtc
-from cupynorm.norm.plans import plan
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Tile
 from cupynorm.plan.strategies import STRATEGIES
 
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
             result.findings += found
             num_steps += 1
     if num_steps:
-        print(result.summary())
+        print(result)
     print(f"{num_steps} steps ran")
     return 0 if result.num_off == 0 else 1
 

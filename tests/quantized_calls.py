@@ -4,7 +4,6 @@ the compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -66,10 +65,9 @@ def run_8_bits(
     problem: Problem,
     how: How,
     where: Machine,
-    layouts: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, np.ndarray], Plan]:
-    """(outputs in their storage dtypes, what was launched). layouts: as for run_kernels."""
-    tensors, plan = launch_8_bits(problem, how, where, layouts)
+    """(outputs in their storage dtypes, what was launched)."""
+    tensors, plan = launch_8_bits(problem, how, where)
     return tensors.raw(), plan
 
 
@@ -77,11 +75,10 @@ def launch_8_bits(
     problem: Problem,
     how: How,
     where: Machine,
-    layouts: Mapping[str, str] | None = None,
 ) -> tuple[Tensors, Plan]:
     """As run_8_bits, without waiting for outputs."""
     case = problem.case
-    tensors = Tensors(where, layouts)
+    tensors = Tensors(where)
     leading = (case.num_rows,)
     shape, dtype = scale_memory(how.quantization, leading, case.num_cols)
     tensors.write("scale_inv", np.full(shape, 2**32 - 1, np.uint32).view(dtype))
@@ -98,15 +95,11 @@ def run_quantized(
     problem: Problem,
     how: How,
     where: Machine,
-    layouts: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Outputs in their storage dtypes: with y in 8 bits, and with y in the compute dtype.
-
-    layouts: as for run_kernels.
-    """
+    """Outputs in their storage dtypes: with y in 8 bits, and with y in the compute dtype."""
     case = problem.case
-    outputs, plan = run_8_bits(problem, how, where, layouts)
-    plain = Tensors(where, layouts)
+    outputs, plan = run_8_bits(problem, how, where)
+    plain = Tensors(where)
     options = Launch(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
     run_forward(problem, plain, options, y_dtype=compute_dtype(case.sum).name)
     return outputs, plain.raw()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import xml.etree.ElementTree
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 import cupynorm
 from cupynorm.bench import report
-from cupynorm.norm.quantized import histogram
+from cupynorm.norm.quantized import range_facts
 from cupynorm.table import as_html, as_text, pairs_as_html
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -37,17 +36,10 @@ def test_a_bare_plan_reads_well():
     assert plan._repr_html_().count("<tr>") == len(str(plan).splitlines())
 
 
-def test_a_benchmark_has_a_picture_for_each_kind_of_cell():
-    path = NOTEBOOKS / "h200.json"
-    result = report.read(path)
-    made = result._repr_html_()
+def test_a_benchmark_has_a_table_for_each_kind_of_cell():
+    result = report.read(NOTEBOOKS / "h200.json")
     assert repr(result) == str(result)
-    kinds = len(result.tables())
-    assert made.count("<svg") == made.count("<table") == kinds
-    first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
-    assert f"cupynorm, {first['num_cols']} columns: " in made
-    for picture in re.findall(r"<svg.*?</svg>", made):
-        xml.etree.ElementTree.fromstring(picture)
+    assert result._repr_html_().count("<table") == len(result.tables()) == 6
 
 
 def test_a_quantized_tensor_shows_how_its_range_is_used():
@@ -61,12 +53,11 @@ def test_a_quantized_tensor_shows_how_its_range_is_used():
     assert largest >= 1 and zeros >= 16
     assert f"{largest:,} ({largest / x.size:.2%})" in made
     assert f"{zeros:,} ({zeros / x.size:.2%})" in made
-    assert made.count("<rect") == 128
 
 
 @pytest.mark.parametrize("format, infinite", [("float8_e4m3fn", 1), ("float8_e5m2", 4)])
 def test_the_histogram_counts_what_is_not_finite(format, infinite):
-    _, facts = histogram(np.ones(128, int), format)
+    facts = range_facts(np.ones(128, int), format)
     assert dict(facts)["infinity or NaN"] == f"{infinite} ({infinite / 128:.2%})"
 
 

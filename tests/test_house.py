@@ -25,7 +25,7 @@ from repository_files import (
 )
 
 # From the bottom up: a module imports from its own folder or from those before it.
-HOUSE = ("dtypes", "command_line", "table", "svg", "plan", "gpu", "norm", "functors", "nn")
+HOUSE = ("dtypes", "command_line", "table", "plan", "gpu", "norm", "functors", "nn")
 HOUSE += ("linear", "parallel", "functional", "check", "bench", "explore", "__main__")
 BELOW_ALL = {"reference", "data", "__version__", ""}
 TORCH = {"nn", "linear", "parallel", "bench"}  # import torch at module level

@@ -144,10 +144,14 @@ def test_calls_of_modules_say_what_to_write_instead(name, keyword):
 
 @pytest.mark.parametrize("keyword", ["load", "store"])
 @pytest.mark.parametrize(
-    "name, options", [("check", {}), ("trace", {"num_cols": 64, "strategy": "warp"})]
+    "name, options, instead",
+    [
+        ("check", {}, "cupynorm.check_functor"),
+        ("trace", {"num_cols": 64, "strategy": "warp"}, "fuse=func"),
+    ],
 )
-def test_check_and_trace_say_what_replaced_load_and_store(name, options, keyword):
-    with pytest.raises(TypeError, match=f"^{name} has no {keyword} any more; expected fuse=func"):
+def test_check_and_trace_say_what_replaced_load_and_store(name, options, instead, keyword):
+    with pytest.raises(TypeError, match=f"^{name} has no {keyword} any more; expected {instead}"):
         getattr(cupynorm, name)(**options, **{keyword: None})
 
 
@@ -172,18 +176,6 @@ def test_a_call_in_the_order_of_earlier_versions_is_shown_the_order(call, order)
 
 # Statement -> the sentence that says what to write instead.
 REMOVED_VALUES = {
-    "from cupynorm.parallel.styles import ColwiseParallel": (
-        "ImportError: cupynorm.parallel.styles.ColwiseParallel was removed: give LayerNormLinear "
-        "parallel_mode and tp_group instead"
-    ),
-    "from cupynorm.parallel.styles import RowwiseParallel": (
-        "ImportError: cupynorm.parallel.styles.RowwiseParallel was removed: give LayerNormLinear "
-        "parallel_mode and tp_group instead"
-    ),
-    "from cupynorm.parallel.gathered_weights import gather_in_8_bits": (
-        "ImportError: cupynorm.parallel.gathered_weights.gather_in_8_bits was removed: leave the "
-        "call out: fully_shard gathers weights in their own dtype"
-    ),
     "cupynorm.layer_norm_linear(ones, None, None, ones, fused='fold')": (
         "ValueError: fused is 'fold', which was removed; expected None or 'plain', which are faster"
     ),

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..command_line import Appended, Commands, check_folders, number, positive, positives, several
-from ..dtypes import DTYPES, ELEMENTS
+from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
 from ..gpu.nvrtc import MissingLibraryError
 from ..plan.problem import DIRECTIONS, NORMS, SCALINGS
 from ..table import as_text
@@ -31,7 +31,7 @@ def bar(items: Any, **shown: Any) -> Any:
 def add_to(commands: Commands) -> None:
     """Adds the parsers of `bench`, `bench linear` and `tune`."""
     help = "measure kernel time on a GPU, beside other libraries and a copy of the same bytes"
-    parser = commands.add_parser("bench", help=help, description=f"{help.capitalize()}.")
+    parser = commands.add_parser("bench", help=help, description=f"{help[0].upper()}{help[1:]}.")
     parser.set_defaults(run=run_bench)
     add = parser.add_argument
     _add_problems(add)
@@ -48,13 +48,14 @@ def add_to(commands: Commands) -> None:
     tile = "also measure this tile: 'block: pack_size 8, threads_per_row 128, ...'"
     add("--tile", metavar="TILE", dest="tiles", action="append", default=[], help=tile)
     _add_run(add)
-    add("--readme", action="store_true", help="rewrite the tables and the chart of ./README.md")
     instead = parser.add_mutually_exclusive_group().add_argument
     guard = (
         f"measure cupynorm again in the cells of a --json file ({GUARDED}), and print what changed "
         "by more than the spread; exit code 1 if any became slower"
     )
     instead("--guard", metavar="FILE", nargs="?", const=GUARDED, help=guard)
+    readme = f"rewrite the tables and the chart of ./README.md from a --json file ({GUARDED})"
+    instead("--readme", metavar="FILE", nargs="?", const=GUARDED, help=readme)
     instead("--host", action="store_true", help="measure the host time of eager calls")
     help = "measure a LayerNorm and the linear layer after it, beside the product alone"
     layers = parser.add_subparsers(metavar="linear", title="another layer")
@@ -68,7 +69,7 @@ def add_to(commands: Commands) -> None:
         add(name, action=Appended, type=several(known), default=known, help=shown)
     _add_run(add)
     help = "measure which tiles are the fastest on this GPU, and write a file for use_tiles"
-    parser = commands.add_parser("tune", help=help, description=f"{help.capitalize()}.")
+    parser = commands.add_parser("tune", help=help, description=f"{help[0].upper()}{help[1:]}.")
     parser.set_defaults(run=run_tune)
     add = parser.add_argument
     _add_problems(add)
@@ -151,23 +152,21 @@ def run_bench(arguments: argparse.Namespace) -> int:
         print(f"\n{arguments.guard}, and now:\n{text}")
         return 0 if after and ok else 1
     if arguments.readme:
-        from .chart import chart
-
-        for path in (report.README, report.DOCUMENT):
-            report.rewrite_table(path, None)
-    directions = arguments.direction or DIRECTIONS[: 1 if arguments.scale else 2]
+        try:
+            from .chart import chart
+        except ImportError as error:
+            raise MissingLibraryError(f"a chart needs matplotlib ({error})") from error
+        result = report.read(arguments.readme)
+        report.rewrite_table(report.README, result.markdown())
+        chart(result, report.CHART)
+        return 0
+    is_quantized = arguments.out_dtype in EIGHT_BITS
+    directions = arguments.direction or DIRECTIONS[: 1 if is_quantized else 2]
     names = ("rows", "models", "weight_dtype", "out_dtype", "amax", "residual")
     options = {name: getattr(arguments, name) for name in names}
     shape = (arguments.norm, arguments.dtype, directions, arguments.cols)
     todo = cells(*shape, scales=arguments.scale, **options)
-    result = _run(arguments, todo, tiles=arguments.tiles)
-    if arguments.readme and result:
-        report.rewrite_table(report.README, result.markdown(short=True))
-        report.rewrite_table(report.DOCUMENT, result.markdown())
-        chart(result, report.CHART)
-    elif arguments.readme:
-        print("README.md and docs/benchmarks.md are left as they were")
-    return 0 if result else 1
+    return 0 if _run(arguments, todo, tiles=arguments.tiles) else 1
 
 
 def run_linear(arguments: argparse.Namespace) -> int:

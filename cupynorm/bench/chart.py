@@ -7,6 +7,7 @@ has a marker and a dash of its own, for print in grey.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,13 @@ def draw_speeds(
 
 def chart(result: BenchResult, path: Path) -> None:
     """Draws GB/s over num_cols of the first norm and dtype: forward above backward, as SVG."""
-    panels = list(result.tables().items())
-    family = [
-        each for title, each in panels if title.partition(",")[2] == panels[0][0].partition(",")[2]
-    ]
+    panels = replace(result, measurements=result.first_family()).tables()
     with rc_context(STYLE | {"font.size": 13, "axes.titlesize": 13, "legend.fontsize": 12}):
-        figure = Figure(figsize=(7, 3.4 * len(family) + 0.8), layout="constrained")
+        figure = Figure(figsize=(7, 2.8 * len(panels) + 0.8), layout="constrained")
         drawn: dict[str, Any] = {}
-        for at, measurements in enumerate(family):
-            axes = figure.add_subplot(len(family), 1, at + 1)
+        for at, (title, measurements) in enumerate(panels.items()):
+            axes = figure.add_subplot(len(panels), 1, at + 1)
             drawn |= draw_speeds(axes, measurements, result.libraries)
-            axes.set(title=measurements[0].cell.kind, xlabel="columns of a row", ylabel="GB/s")
+            axes.set(title=title, xlabel="columns of a row", ylabel="GB/s")
         figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=3)
         figure.savefig(path, metadata={"Date": None}, facecolor="white")

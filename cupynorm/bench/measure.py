@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-import cupynorm
-
 from ..gpu import launch, nvrtc
 from ..gpu.environment import environment, has_gpu
+from ..nn import modules
+from ..plan.plans import plan
 from .cells import COPY, EPS, OURS, Cell, LinearCell, cells
 from .peers import (
     PEERS,
@@ -131,17 +131,19 @@ def measure_cell(
             runner = prepare_linear(name, cell, inputs)
             return runner, verify_linear(cell, inputs, runner.call())
         runner = prepare(name, cell, tensors)
-        plan = planned if name == OURS else None
+        own = planned if name == OURS else None
         if name not in PEERS:
-            plan = plan_of(cell, **options_of(name))
+            own = plan_of(cell, **options_of(name))
         # Kernels of other libraries, and welford's, subtract a rounded mean.
-        rounded_mean = plan is None or plan.statistics == "welford"
+        rounded_mean = own is None or own.statistics == "welford"
         return runner, verify(runner, truth, rounded_mean=rounded_mean)
 
     runners, errors, faults = {COPY: copy_of(cell.num_bytes, x)}, {}, {}
     for name in names:
-        peer = PEERS.get(name)
-        if (peer is None and is_linear) or (peer and not (peer.linear if is_linear else peer.norm)):
+        peer = PEERS.get(name, PEERS[OURS])
+        if is_linear and (name not in PEERS or not peer.linear or cell.format not in peer.formats):
+            continue
+        if not is_linear and not peer.norm:
             continue
         try:
             runner, (errors[name], wrong) = prepared(name)
@@ -163,7 +165,7 @@ def plan_of(cell: Cell, device: Any = None, **options: Any) -> Any:
 
     Raises ValueError for a tile that does not fit.
     """
-    return cupynorm.plan(
+    return plan(
         cell.num_cols,
         cell.num_rows,
         cell.dtype,
@@ -244,12 +246,12 @@ def host(
                 calls[name]()
             except Exception:  # a peer that fails has no time
                 calls.pop(name, None)
-        for package in (cupynorm, torch.nn):  # called as a model calls them
+        for library, package in ((OURS, modules), ("nn", torch.nn)):  # as a model calls them
             name = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}[norm]
             module = getattr(package, name)(num_cols, device=device, dtype=tensors.x.dtype)
             module.requires_grad_(record)
             x = tensors.x.detach().requires_grad_(record)
-            calls[f"{package.__name__}.{name}"] = partial(module, x)
+            calls[f"{library}.{name}"] = partial(module, x)
         case = f"{norm} {num_rows} x {num_cols} {dtype}, forward"
         found[case + ", recorded" * record] = host_times(calls, rounds, wait)
         if record:

@@ -18,10 +18,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-import cupynorm
-
+from .. import functional as ours
 from .. import reference
 from ..dtypes import EIGHT_BITS, compute_dtype
+from ..nn import recipes
+from ..nn.scales import fp8_autocast
+from ..norm.quantized import QuantizedTensor
+from ..norm.request import Launch, Quantize
+from ..parallel.module import LayerNormLinear
 from ..plan.problem import Tile, cols_of_scale
 from ..plan.strategies import STRATEGIES
 from .cells import EPS, FORMATS, GEMM, OURS, Cell, LinearCell
@@ -78,14 +82,14 @@ def _ours(cell: Cell, tensors: Tensors) -> Callable[..., Any]:
     if cell.scale:
         of_block = {"group_size": 64} if cell.scale == "block64" else {}
         scale = tensors.scale if cell.scale == "given" else cell.scale.removesuffix("64")
-        quantize = cupynorm.Quantize(cell.out_dtype, scale, amax=tensors.amax, **of_block)
+        quantize = Quantize(cell.out_dtype, scale, amax=tensors.amax, **of_block)
         options["out_dtype"] = quantize
     elif cell.out_dtype:
         options["out_dtype"] = cell.out_dtype
     operands = (tensors.x, (cell.num_cols,), tensors.weight)
     if cell.norm == "layer_norm":
-        return partial(cupynorm.layer_norm, *operands, tensors.bias, EPS, **options)
-    return partial(cupynorm.rms_norm, *operands, EPS, **options)
+        return partial(ours.layer_norm, *operands, tensors.bias, EPS, **options)
+    return partial(ours.rms_norm, *operands, EPS, **options)
 
 
 def _torch(cell: Cell, tensors: Tensors) -> Callable:
@@ -198,7 +202,7 @@ def _gemm(cell: LinearCell, inputs: Inputs) -> tuple:
         tensors = (inputs.normalized, inputs.weight, inputs.bias)
         return partial(functional.linear, *tensors), tensors
     from ..nn import quantization, recipes
-    from ..nn.products import Factor, multiply
+    from ..nn.quantization import Factor, multiply
 
     both = cell.direction == "both"
 
@@ -239,16 +243,16 @@ def _torch_linear(cell: LinearCell, inputs: Inputs, compiled: bool = False) -> t
 def _our_linear(cell: LinearCell, inputs: Inputs, recipe: str = "", **options: Any) -> tuple:
     """LayerNormLinear. In fp8 a forward alone reads a weight that is quantised already."""
     options |= {"params_dtype": inputs.weight.dtype, "device": inputs.x.device}
-    layer = cupynorm.LayerNormLinear(cell.in_features, cell.out_features, EPS, **options)
+    layer = LayerNormLinear(cell.in_features, cell.out_features, EPS, **options)
     layer.layer_norm_weight, layer.layer_norm_bias, layer.weight, layer.bias = inputs[3:]
     leaves = (inputs.x, *inputs[3:])
     if cell.format == "bfloat16":
         return partial(layer, inputs.x), leaves
-    scaling = getattr(cupynorm, recipe or "DelayedScaling")()
+    scaling = getattr(recipes, recipe or "DelayedScaling")()
     is_cached = cell.direction == "forward"
 
     def forward(first: bool | None = False if is_cached else None) -> Any:
-        with cupynorm.fp8_autocast(recipe=scaling):
+        with fp8_autocast(recipe=scaling):
             return layer(inputs.x, is_first_microbatch=first)
 
     if is_cached:
@@ -370,7 +374,7 @@ def prepare(name: str, cell: Cell, tensors: Tensors, *, record: bool = False) ->
             leaves[label] = tensor.detach().requires_grad_(record)
     forward = peer.norm(cell, tensors._replace(**leaves))
     if name not in PEERS:
-        forward = partial(forward, launch=cupynorm.Launch(**options_of(name)))
+        forward = partial(forward, launch=Launch(**options_of(name)))
     before = None
     if cell.direction == "forward":
         if cell.amax:  # a call only ever raises amax: it is 0 before each, as in a step of training
@@ -390,7 +394,7 @@ def _results(cell: Cell, amax: torch.Tensor | None, result: Any) -> dict[str, to
     """The result of a forward, by name. amax: that a call writes, if it does not return one."""
     y, *added = result if cell.residual else (result,)
     named = {} if amax is None else {"amax": amax}
-    if isinstance(y, cupynorm.QuantizedTensor):
+    if isinstance(y, QuantizedTensor):
         y = (y.data, y.scale_inv)
     named |= dict(zip(("y", "scale_inv", "amax"), y if cell.scale else (y,)))
     return named | dict(zip(("sum",), added))
@@ -402,14 +406,14 @@ def _our_backward(cell: Cell, tensors: Tensors, chosen: dict[str, Any]) -> Runne
     zero_centered = {"zero_centered_weight": cell.zero_centered}
     given = {"residual": tensors.residual, "out_dtype": cell.out_dtype, **zero_centered}
     parameters = {"weight": weight, "bias": tensors.bias} if centered else {"weight": weight}
-    forward = cupynorm.layer_norm_forward if centered else cupynorm.rms_norm_forward
-    backward = cupynorm.layer_norm_backward if centered else cupynorm.rms_norm_backward
+    forward = ours.layer_norm_forward if centered else ours.rms_norm_forward
+    backward = ours.layer_norm_backward if centered else ours.rms_norm_backward
     saved = forward(tensors.x, weight.shape, eps=EPS, **parameters, **given)
     statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
     given = {"dsum": tensors.dsum, "gradients": gradients, **zero_centered}
     operands = (tensors.dy, saved.sum, weight.shape, *statistics, weight)
-    launch = cupynorm.Launch(**chosen) if chosen else None
+    launch = Launch(**chosen) if chosen else None
     call = partial(backward, *operands, launch=launch, **given)
     return Runner(call, lambda result: {name: getattr(result, name) for name in gradients})
 

@@ -14,7 +14,7 @@ from typing import Any
 from ..table import as_html, as_markdown, as_text
 from .cells import COPY, GEMM, OURS, Cell, LinearCell
 
-README, DOCUMENT, CHART = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/speed.svg")
+README, CHART = Path("README.md"), Path("docs/speed.svg")
 # The widths of the README's table: powers of two, a width of many models, and an odd one.
 SHORT_COLS = (128, 768, 1024, 4096, 4097, 8192, 16384, 65536)
 # A smaller change between runs is none: their clocks and pages of memory differ.
@@ -202,31 +202,30 @@ class BenchResult:
             "call"
         )
 
-    def markdown(self, *, short: bool = False) -> str:
-        """Shares of a copy's speed: cupynorm, torch, and the fastest of the others with its name.
+    def markdown(self) -> str:
+        """The table of the README: shares of a copy's speed, of the first norm and dtype.
 
-        Each norm and dtype is a table. short: the first alone, in the widths SHORT_COLS.
+        It has cupynorm, torch, and the fastest of the others with its name, in the widths
+        SHORT_COLS, or in all where none of them was measured.
         """
-        families: dict[str, list[Measurement]] = {}
-        for each in self.measurements:
-            family = each.cell.kind.replace(f" {each.cell.direction},", ",")
-            if not short or family in families or not families:
-                families.setdefault(family, []).append(each)
+        measured = self.first_family()
+        measured = [each for each in measured if each.cell.num_cols in SHORT_COLS] or measured
+        copies = sorted({f"{each.gigabytes_per_second(COPY) / 1e3:.1f}" for each in measured})
+        speed = " to ".join(dict.fromkeys((copies[0], copies[-1])))
+        title = _family(measured[0].cell)
         lines = [f"{self.headline()}.", f"{self.method()}."]
-        for family, measured in families.items():
-            if short:
-                measured = [
-                    each for each in measured if each.cell.num_cols in SHORT_COLS
-                ] or measured
-            copies = sorted({f"{each.gigabytes_per_second(COPY) / 1e3:.1f}" for each in measured})
-            speed = " to ".join(dict.fromkeys((copies[0], copies[-1])))
-            lines.append(
-                f"{family}: share of a copy's speed ({speed} TB/s). "
-                "Bold: the fastest, or within its spread."
-            )
-            lines += ["", *_shares(measured), ""]
+        lines.append(
+            f"{title}: share of a copy's speed ({speed} TB/s). "
+            "Bold: the fastest, or within its spread."
+        )
         # A block, which is scrolled where the command is wider than the page.
-        return "\n".join([*lines, f"<pre>{self.settings['command']}</pre>"])
+        command = f"<pre>{self.settings['command']}</pre>"
+        return "\n".join([*lines, "", *_shares(measured), "", command])
+
+    def first_family(self) -> list[Measurement]:
+        """The measurements of the first norm and dtype, in all directions."""
+        first = _family(self.measurements[0].cell)
+        return [each for each in self.measurements if _family(each.cell) == first]
 
     def to_json(self) -> str:
         """Everything, with all samples."""
@@ -260,6 +259,11 @@ def read(path: str | Path) -> BenchResult:
         raise ValueError(f"{path} is no result of the benchmark: {why}") from error
 
 
+def _family(cell: Cell | LinearCell) -> str:
+    """The kind of a cell without its direction."""
+    return cell.kind.replace(f" {cell.direction},", ",")
+
+
 def _shares(measurements: Sequence[Measurement]) -> list[str]:
     """Lines of a table: a row for each shape, three columns for each direction."""
     shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
@@ -287,8 +291,8 @@ def _shares(measurements: Sequence[Measurement]) -> list[str]:
 # Documents.
 
 
-def rewrite_table(path: Path, table: str | None, name: str = "bench") -> None:
-    """Puts a table between the markers of a name in a document; None only looks for them.
+def rewrite_table(path: Path, table: str, name: str = "bench") -> None:
+    """Puts a table between the markers of a name in a document.
 
     Raises ValueError unless the document is there and has both markers once and in order.
     """
@@ -297,9 +301,8 @@ def rewrite_table(path: Path, table: str | None, name: str = "bench") -> None:
     start, end, text = f"<!-- {name} -->", f"<!-- /{name} -->", path.read_text(encoding="utf-8")
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
         raise ValueError(f"{path} needs the markers {start} and {end}, once and in this order")
-    if table is not None:
-        before, after = text.partition(start)[0], text.partition(end)[2]
-        path.write_text(f"{before}{start}\n\n{table.strip()}\n\n{end}{after}", encoding="utf-8")
+    before, after = text.partition(start)[0], text.partition(end)[2]
+    path.write_text(f"{before}{start}\n\n{table.strip()}\n\n{end}{after}", encoding="utf-8")
 
 
 # One run against another.

@@ -28,7 +28,7 @@ from typing import Any
 from ..dtypes import DTYPES
 from ..gpu import launch, nvrtc
 from ..plan.devices import Device
-from ..plan.measured import Row, key_of, read_rows, row_for, write_rows
+from ..plan.measured import COUNTS, Row, key_of, read_rows, row_for, write_rows
 from ..plan.problem import PATHS_OF_STRATEGY, SCALINGS
 from ..plan.strategies import STRATEGIES
 from .cells import Cell
@@ -47,71 +47,55 @@ Measure = Callable[[Cell, Sequence[str]], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Range:
-    """Widths of one class of problems. row: of the file for them, None if the model decides."""
+    """Widths of one or more classes of problems, whose best tile is wanted.
 
-    cell: Cell
+    classes: a cell of each; their shapes mean nothing. row: of the file, None if the model decides.
+    """
+
+    classes: tuple[Cell, ...]
     from_cols: int
     to_cols: int
     step: int
     row: Row | None = None
 
-    def cells(self, random: Random, device: Device, count: int = _WIDTHS) -> list[Cell]:
-        """Random widths of the class, with many rows each."""
-        size = DTYPES[self.cell.dtype].itemsize
+    def cells(self, random: Random, device: Device) -> list[Cell]:
+        """A few random widths, each of a random class, with many rows each."""
         multiples = range(-(-self.from_cols // self.step) * self.step, self.to_cols + 1, self.step)
-        drawn = random.sample(multiples, min(len(multiples), 64 * count))
-        found = []
-        for num_cols in drawn:
-            num_rows = max(1, _X_BYTES // (num_cols * size))
-            cell = replace(self.cell, num_cols=num_cols, num_rows=num_rows)
-            kind = key_of(plan_of(cell, device).problem)
-            if self.row is None or kind in self.row.keys:
+        found: list[Cell] = []
+        for num_cols in random.sample(multiples, min(len(multiples), 64 * _WIDTHS)):
+            one = random.choice(self.classes)
+            num_rows = max(1, _X_BYTES // (num_cols * DTYPES[one.dtype].itemsize))
+            cell = replace(one, num_cols=num_cols, num_rows=num_rows)
+            if self.row is None or key_of(plan_of(cell, device).problem) in self.row.keys:
                 found.append(cell)
-            if len(found) == count:
-                break
-        return found
+        return found[:_WIDTHS]
 
 
 def ranges_of(rows: Iterable[Row], todo: Iterable[Cell]) -> list[Range]:
-    """The file's ranges, one for each class, then each width of a cell that no row holds."""
+    """The file's ranges, those measured longest ago first, then the width of each cell."""
     ranges = []
     for row in sorted(rows, key=lambda row: row.date):
-        for direction, norm, dtype, kind in row.keys:
-            words = set(kind.split())
-            scale = next((word for word in SCALINGS if word in words), None)
-            cell = Cell(
-                norm,
-                direction,
-                dtype,
-                1,
-                row.from_cols,
-                weight_dtype="float32" if "wide" in words else None,
-                out_dtype="float8_e4m3fn" if scale else None,
-                residual=bool({"residual", "dsum"} & words),
-                scale=scale,
-                amax="amax" in words,
-            )
-            alone = replace(row, norm=norm, dtype=dtype)
-            ranges.append(Range(cell, row.from_cols, row.to_cols, row.step, alone))
-    held = {(*each.row.keys[0][:3], each.from_cols, each.to_cols) for each in ranges}
-    for cell in todo:
-        if (cell.direction, cell.norm, cell.dtype, cell.num_cols, cell.num_cols) not in held:
-            ranges.append(Range(cell, cell.num_cols, cell.num_cols, 1))
-    return ranges
+        words = set(row.kind.split())
+        scale = next((word for word in SCALINGS if word in words), None)
+        options = {
+            "weight_dtype": "float32" if "wide" in words else None,
+            "out_dtype": "float8_e4m3fn" if scale else None,
+            "residual": bool({"residual", "dsum"} & words),
+            "scale": scale,
+            "amax": "amax" in words,
+        }
+        classes = tuple(
+            Cell(norm, direction, dtype, 1, 1, **options) for direction, norm, dtype, _ in row.keys
+        )
+        ranges.append(Range(classes, row.from_cols, row.to_cols, row.step, row))
+    return ranges + [Range((cell,), cell.num_cols, cell.num_cols, 1) for cell in todo]
 
 
 def neighbours(row: Row) -> Iterator[Row]:
     """Rows that differ in one count, or in the path."""
-    for name, steps in (
-        ("threads_per_row", (-32, 32)),
-        ("rows_per_block", (-1, 1)),
-        ("cluster_size", ()),
-        ("blocks_per_sm", (-1, 1)),
-        ("stages", (-1, 1)),
-        ("bundle", (-1, 1)),
-    ):
-        count = getattr(row, name)
-        others = {count + step for step in steps} | ({count // 2, 2 * count} - {0})
+    for name in COUNTS[1:]:
+        count, step = getattr(row, name), 32 if name == "threads_per_row" else 1
+        others = {count // 2, count - step, count + step, 2 * count} - {count}
         yield from (replace(row, **{name: other}) for other in sorted(others) if other > 0)
     for path in PATHS_OF_STRATEGY[row.strategy]:
         if path != row.path:
@@ -150,8 +134,12 @@ class Tuner:
             except ValueError:
                 continue
             rows.append(row_for(plan.problem, plan.strategy, plan.tile, *widths, step=range_.step))
-        own = [replace(range_.row, gain=None, date="")] if range_.row else []
-        return list(dict.fromkeys([*rows, *own]))
+        if range_.row:  # in the class of this cell
+            names = {
+                name: getattr(rows[0], name) for name in ("direction", "norm", "dtype", "kind")
+            }
+            rows.append(replace(range_.row, gain=None, date="", **names))
+        return list(dict.fromkeys(rows))
 
     def gains(self, cells: Sequence[Cell], rows: Sequence[Row]) -> dict[Row, float]:
         """Row -> mean speedup over the model's tile, of rows that fit and are right everywhere."""
@@ -182,25 +170,26 @@ class Tuner:
         return {row: math.exp((own - total) / len(cells)) - 1 for row, total in logs.items()}
 
     def best(self, range_: Range) -> Row | None:
-        """The row to write for a range, None where the model's tile is good enough."""
+        """The row to write for a range: None where the model's tile is good enough.
+
+        Where nothing can be measured, the row that it has.
+        """
         cells = range_.cells(self.random, self.device)
-        if not cells:
-            return None
         found: dict[Row, float] = {}
-        front = self.seeds(cells[len(cells) // 2], range_)
+        front = self.seeds(cells[len(cells) // 2], range_) if cells else []
         for _ in range(_STEPS):
             found |= self.gains(cells, [row for row in dict.fromkeys(front) if row not in found])
             if not found:
-                return None
-            front = neighbours(max(found, key=found.__getitem__))
+                return range_.row
+            front = list(neighbours(max(found, key=found.__getitem__)))
         row = max(found, key=found.__getitem__)
-        if found[row] < LEAST_GAIN:
-            return None
-        gain = self.gains(range_.cells(self.random, self.device), [row]).get(row, 0.0)
-        gain = min(gain, found[row])
+        again = self.gains(range_.cells(self.random, self.device), [row]).get(row, 0.0)
+        gain = min(again, found[row])
         if gain < LEAST_GAIN:
             return None
-        return replace(row, gain=round(gain, 3), date=str(date.today()))
+        own = range_.row or row
+        today = str(date.today())
+        return replace(row, norm=own.norm, dtype=own.dtype, gain=round(gain, 3), date=today)
 
 
 def tune(

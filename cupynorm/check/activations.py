@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..dtypes import decode, encode
+from ..dtypes import DTYPES, decode, encode
+from ..gpu import arrays
+from ..gpu.nvrtc import MissingLibraryError
 from ..table import printable
-from .array_files import READERS, read_arrays
 from .cases import Case, Problem, random_problem
 
 _FIELDS = ("x", "dy", "weight", "bias", "eps")
+_SUFFIXES = (".npy", ".npz", ".safetensors", ".pt")
 _SHIPPED = Path(__file__).parents[1] / "data" / "minilm_layer_norms.npz"
 
 
@@ -78,32 +81,30 @@ def read(
     Each is normalised over its last dimension. Arrays named prefix/x, prefix/dy, prefix/weight,
     prefix/bias and prefix/eps belong together, and so do x, dy, ... without a prefix. x may be
     called input. Every other array is an x of its own. note: called with one line for each array
-    that is left out.
+    that is left out. No file is unpickled, so reading one runs no code of its author.
 
-    Raises ValueError for a malformed file, one with pickled objects or one that takes too much
-    memory, FileNotFoundError for a missing one, MissingLibraryError for .pt without torch.
+    Raises ValueError for a malformed file and one with pickled objects, FileNotFoundError for a
+    missing one, MissingLibraryError for .pt without torch and .safetensors without its package.
     """
     path = Path(path)
-    if path.suffix not in READERS:
-        known = ", ".join(READERS)
+    if path.suffix not in _SUFFIXES:
         raise ValueError(
-            f"{printable(path)} is of no known format; expected a name that ends in one of {known}"
+            f"{printable(path)} is of no known format; expected a name that ends in one of "
+            f"{', '.join(_SUFFIXES)}"
         )
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {printable(path)}")
-
-    def leave_out(name: str, why: str) -> None:
-        named = printable(name) or "the array"
-        note(f"{printable(path.name)}: {named} is left out, it has {printable(why)}")
-
-    found: dict[str, Stored] = {}
-    for name, (array, dtype) in read_arrays(path).items():
-        if array is None:
-            leave_out(name, f"dtype {dtype}")
-        elif array.size or name.rpartition("/")[2] in (*_FIELDS, "input"):
-            found[name] = Stored(decode(array, dtype), dtype)
+    found: dict[str, tuple[np.ndarray, str]] = {}  # float64 values, and the dtype in the file
+    for name, array in _arrays(path).items():
+        dtype, is_field = arrays.dtype_name(array), name.rpartition("/")[2] in (*_FIELDS, "input")
+        why = "" if dtype in DTYPES else f"dtype {dtype}"
+        if not why and not is_field and (not array.shape or 0 in array.shape):
+            why = f"shape {tuple(array.shape)} and no row to normalise"
+        if why:
+            named = printable(name) or "the array"
+            note(f"{printable(path.name)}: {named} is left out, it has {printable(why)}")
         else:
-            leave_out(name, "no elements")
+            found[name] = arrays.to_float64(array), dtype
     for name in [each for each in found if each.rpartition("/")[2] == "input"]:
         x = name.removesuffix("input") + "x"
         if x not in found:
@@ -113,41 +114,82 @@ def read(
         prefix += slash
         if field in _FIELDS and field != "x" and prefix + "x" in found:
             continue  # belongs to the x beside it
-        shape = stored.values.shape
-        if not shape or 0 in shape:
-            leave_out(name, f"shape {shape} and no row to normalise")
-            continue
         others, label = {}, name
         if field == "x":
             others = {each: found[prefix + each] for each in _FIELDS[1:] if prefix + each in found}
             label = prefix
-        name = printable(f"{path.stem}/{label}".rstrip("/"))
-        yield _together(name, stored, others)
+        if 0 not in stored[0].shape and stored[0].shape:
+            yield _together(printable(f"{path.stem}/{label}".rstrip("/")), stored, others)
 
 
-class Stored(NamedTuple):
-    """An array of a file as float64, and its dtype there."""
+def _arrays(path: Path) -> dict[str, Any]:
+    """The arrays of a file by name, "" for one without a name."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if path.suffix == ".pt":
+                import torch
 
-    values: np.ndarray
-    dtype: str
+                loaded = torch.load(str(path), map_location="cpu", weights_only=True)
+                return dict(_leaves("", loaded, torch.Tensor))
+            if path.suffix == ".safetensors":
+                from safetensors import safe_open
+
+                try:
+                    import torch  # noqa: F401
+
+                    framework = "pt"  # it has bfloat16
+                except ImportError:
+                    framework = "np"
+                with safe_open(str(path), framework=framework) as file:
+                    return {name: file.get_tensor(name) for name in file.keys()}
+            loaded = np.load(path, allow_pickle=False)
+            made = {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+            if not all(isinstance(each, np.ndarray) for each in made.values()):
+                raise ValueError("a member is no array as numpy.save writes it")
+            return made
+    except ImportError as error:
+        raise MissingLibraryError(
+            f"{printable(path)} is read by {error.name}, which could not be imported ({error}): "
+            f"pip install {error.name}"
+        ) from error
+    except Exception as error:  # zlib, zipfile, safetensors and torch have errors of their own
+        # torch's later lines tell how to unpickle, which is unsafe.
+        why = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{printable(path)} is not a readable {path.suffix} file: {printable(why, 300)}"
+        ) from error
 
 
-def _together(name: str, x: Stored, others: dict[str, Stored]) -> Activations:
+def _leaves(name: str, loaded: object, tensor: type) -> Iterator[tuple[str, Any]]:
+    """Tensors and floats in nested dicts, lists and tuples, each with its keys as a name."""
+    if isinstance(loaded, tensor):
+        yield name, loaded.detach()
+    elif isinstance(loaded, float):
+        yield name, np.asarray(loaded)  # an eps, as Python saves it
+    elif isinstance(loaded, (dict, list, tuple)):
+        for key, value in loaded.items() if isinstance(loaded, dict) else enumerate(loaded):
+            yield from _leaves(f"{name}/{key}".lstrip("/"), value, tensor)
+
+
+def _together(
+    name: str, x: tuple[np.ndarray, str], others: dict[str, tuple[np.ndarray, str]]
+) -> Activations:
     """One norm's tensors, their shapes checked."""
-    shape = x.values.shape
+    shape = x[0].shape
     last = shape[-1:]
     for field, expected in {"dy": shape, "weight": last, "bias": last, "eps": ()}.items():
-        found = others[field].values.shape if field in others else expected
+        found = others[field][0].shape if field in others else expected
         if found != expected:
             raise ValueError(
                 f"{name}: {field} has shape {found}, x has {shape}; expected {expected}"
             )
-    fields = {field: each.values for field, each in others.items()}
+    fields = {field: values for field, (values, _) in others.items()}
     if "dy" in fields:
         fields["dy"] = fields["dy"].reshape(-1, shape[-1])
     if "eps" in fields:
         fields["eps"] = float(fields["eps"])
         if not np.isfinite(fields["eps"]):
             raise ValueError(f"{name}: eps is {fields['eps']}; expected a finite number")
-    dtypes = {field: each.dtype for field, each in {"x": x, **others}.items()}
-    return Activations(name, x.values.reshape(-1, shape[-1]), dtypes, **fields)
+    dtypes = {field: dtype for field, (_, dtype) in {"x": x, **others}.items()}
+    return Activations(name, x[0].reshape(-1, shape[-1]), dtypes, **fields)

@@ -1,203 +1,163 @@
-"""The gradient check: kernels, or a user's own functions, compared with float64."""
+"""The gradient check: the kernels, on random arrays or a user's own, compared with float64."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ..norm.checks import check_eps, dtype_name, names_what_was_removed
-from ..plan.functors import BoundFunctor, Functor
+from ..norm.checks import check_eps, dtype_name
+from ..norm.request import Launch, checked_launch
 from ..plan.problem import NormName
-from ..plan.strategies import StatisticsName, StrategyName
-from . import check_functor as functor_check
 from . import kernels
 from .cases import NORMS, Case, given_problem, random_problem
-from .check_function import Callables, without_exit
 from .results import CheckResult
 from .run import run_kernels
-from .traps import trap_trials
-from .trials import Trial, default_trials
+from .traps import Trial, default_trials
 
-# For functions too: usual tiles leave rows and columns over. The rows are plain, because the errors
-# of a large mean depend on the width, and in 16 bits Welford's method comes near what is allowed.
+# Usual tiles leave rows and columns of these over. The rows are plain, because the errors of a
+# large mean depend on the width, and in 16 bits Welford's method comes near what is allowed.
 _TAILS = ((61, 769), (7, 8195))
+_REMOVED = {
+    "function": "cupynorm.check_function(function, ...)",
+    "forward": "cupynorm.check_function((forward, backward), ...)",
+    "backward": "cupynorm.check_function((forward, backward), ...)",
+    "library": "cupynorm.check_function(function, library=...)",
+    "traps": "cupynorm.check_function(function, traps=True), or python -m cupynorm check --traps",
+    "functor": "cupynorm.check_functor(functor, ...)",
+    "fuse": "cupynorm.check_functor(functor, ...)",
+    "load": "cupynorm.check_functor(functor, ...)",
+    "store": "cupynorm.check_functor(functor, ...)",
+    "strategies": "launch=cupynorm.Launch(strategy), or a sequence of launches",
+    "statistics": "launch=cupynorm.Launch(statistics=...), or a sequence of launches",
+    "zero_centered_weight": "a weight that has 1 added to it",
+    "seed": "python -m cupynorm check --seed, or arrays of your own",
+    "progress": "python -m cupynorm check, which shows its progress",
+}
 
 
-@names_what_was_removed
 def check(
     input: Any = None,
     weight: Any = None,
     bias: Any = None,
     dy: Any = None,
     *,
-    eps: float = 1e-5,
     norm: NormName | Sequence[NormName] = "layer_norm",
-    function: Callable | None = None,
-    forward: Callable | None = None,
-    backward: Callable | None = None,
-    library: str | None = None,
-    fuse: functor_check.Given | Sequence[functor_check.Given] = (),
-    traps: bool = False,
+    eps: float = 1e-5,
     shapes: Iterable[tuple[int, int]] | None = None,
     dtypes: Iterable[str] = ("float32",),
-    strategies: Iterable[StrategyName | None] = (None,),
-    statistics: Iterable[StatisticsName | None] = (None,),
-    zero_centered_weight: bool = False,
+    launch: Launch | Sequence[Launch] | None = None,
     on: str | None = None,
-    seed: int = 0,
-    progress: Callable[[Iterable], Iterable] | None = None,
+    **removed: Any,
 ) -> CheckResult:
-    """Compare y, mean, rstd, dx, dweight and dbias with float64, element by element.
+    """Compare y, mean, rstd, dx, dweight and dbias of the kernels with float64, element by element.
 
     Errors are in units of what the dtypes allow: above 1 is off. The formulas are in the docstring
-    of cupynorm.check.bounds.
+    of cupynorm.check.bounds. check_function and check_functor check your own code.
 
     Examples:
-        >>> result = cupynorm.check(function=torch.nn.functional.layer_norm, shapes=[(4, 64)])
-        >>> result.ok
+        >>> cupynorm.check(shapes=[(4, 64)], on="cpu").ok
         True
 
     On your arrays: input [..., num_cols] of any library, weight and bias [num_cols] or None, dy of
     input's shape or None for random values, in the dtypes of the kernels.
-    Without input, on random arrays with weight and bias: every combination of shapes
-    (num_rows, num_cols), dtypes, strategies and statistics. shapes is by default (64, 768). A few
-    rows have a mean far above their spread, or a variance as small as eps. Each case is run again
-    with a NaN in one row. By default your own functions also run on plain rows of (61, 769) and
-    (7, 8195), which usual tiles do not divide.
+    Without input, on random arrays with weight and bias, in every combination of shapes
+    (num_rows, num_cols) and dtypes. A few rows have a mean far above their spread, or a variance as
+    small as eps. Each case is run again with a NaN in one row. The default shapes are (64, 768),
+    and plain rows of (61, 769) and (7, 8195), which usual tiles do not divide.
 
-    norm: "layer_norm", "rms_norm" or both. strategies, statistics: None leaves the choice to
-    dispatch. eps, zero_centered_weight: as in layer_norm.
-
-    Your own functions are checked in place of the kernels. They get arrays of library: "numpy",
-    "cupy" or "torch", on a GPU if there is one; None for torch if it is installed, else NumPy.
-    NumPy and CuPy have bfloat16 if ml_dtypes is installed.
-
-    function: function(input, normalized_shape, weight, bias, eps) -> y. torch's autograd computes
-        the gradients. With another library only y is checked.
-    forward: forward(x, weight, bias, eps) -> y, or (y, mean, rstd), for RMSNorm (y, rstd).
-    backward: backward(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias), without mean for
-        RMSNorm. mean and rstd are right ones, in float32, or float64 for float64.
-    x, y, dy and dx are [num_rows, num_cols]; mean and rstd are [num_rows]. Parameters of these
-    names may be left out or in another order: see cupynorm.check.check_function.
-
-    Your own functor is checked in the kernels: y, and every gradient if it has backward lines.
-
-    fuse: a functor that has a reference, or several, each for itself. Derivatives of the reference
-        are central differences, column by column, so shapes are small: by default (5, 96).
-        Bind its numbers, and to each array a kind of random array: "full" [num_rows, num_cols],
-        "cols" [1, num_cols], "rows" [num_rows, 1] or "one" [1, 1]; or a function of (num_rows,
-        num_cols) that returns an array of one of these shapes. A functor alone has full arrays, and
-        "rows" where it takes one element per row. A seed that is None is random.
-
-        >>> scaled = cupynorm.functors.layer_scale(scale="cols")
-        >>> cupynorm.check(fuse=scaled, shapes=[(2, 16)], on="cpu").ok
-        True
-
-    traps: also run data and layouts on which other libraries failed: cupynorm.check.traps lists
-        them. An error that your function raises there is a finding.
-    on: "gpu", "cpu" for the same kernels on the CPU, or None for a GPU if there is one.
-    seed: of the random values. progress: wraps the cases, as tqdm does.
+    norm: "layer_norm", "rms_norm" or both. launch: one or several; None leaves the choice to
+    dispatch. on: "gpu", "cpu" for the same kernels on the CPU, or None for a GPU if there is one.
 
     Returns a CheckResult: true if no tensor is off; prints as a table.
-    Raises ValueError for an unknown norm, a wrong shape, a result of a function that is None or
-    detached, a function that calls sys.exit, a functor without a reference, and arguments that do
-    not go together; TypeError for a dtype that the kernels do not have; and what a call raises.
+    Raises ValueError for an unknown norm and a wrong shape, TypeError for a dtype that the kernels
+    do not have and for keywords of other checks.
     """
-    check_seed(seed)
-    norms, strategies = _several("norm", norm), _several("strategies", strategies)
-    dtypes = [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)]
-    statistics = _several("statistics", statistics)
-    eps = check_eps(eps, "float64", has_default=False)
-    options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
-    for name in norms:
-        if name not in NORMS:
-            raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress is {progress!r}; expected a function as tqdm, or None")
-    progress = progress or iter
-    own = Callables(function, forward, backward, library)
-    is_one = not isinstance(fuse, Iterable) or isinstance(fuse, (str, Functor, BoundFunctor))
-    functors = [functor_check.with_kinds(each) for each in ([fuse] if is_one else fuse)]
-    if functors:
-        others = {"input": input, "weight": weight, "bias": bias, "dy": dy, "traps": traps or None}
-        others |= {"function": function, "forward": forward, "backward": backward}
-        for name, value in others.items():
-            if value is not None:
-                raise ValueError(
-                    f"fuse is given together with {name}; expected one of the two: a functor is "
-                    "checked by itself, on random values"
-                )
-    tails = _TAILS if shapes is None and own else ()
-    if shapes is None:
-        shapes = [(5, 96) if functors else (64, 768)]
-    shapes = _pairs(shapes)
-    if input is not None:
-        if traps:
-            raise ValueError("traps is given together with input; expected one of the two")
-        _check_taken(own, norms, {"weight": weight, "bias": bias})
-        trials = []
-        for norm, strategy, kind in product(norms, strategies, statistics):
-            fields = {"norm": norm, "strategy": strategy, "statistics": kind, **options}
-            trials.append(Trial(given_problem(input, weight, bias, dy, seed=seed, **fields)))
-    else:
+    for key in removed:
+        if key in _REMOVED:
+            raise TypeError(f"check has no {key} any more; expected {_REMOVED[key]}")
+        raise TypeError(f"check got an unexpected keyword argument {key!r}")
+    chosen = check_launches(launch)
+    norms, eps = check_norms(norm), check_eps(eps, "float64", has_default=False)
+    if input is None:
         cases = [
-            Case(
-                norm, 0, 0, dtype, strategy=strategy, statistics=kind, **options | own.absent(norm)
-            )
-            for norm, dtype, strategy, kind in product(norms, dtypes, strategies, statistics)
+            Case(norm, 0, 0, dtype, eps=eps, **fields)
+            for norm, dtype, fields in product(norms, check_dtypes(dtypes), chosen)
         ]
-        sized = [
-            replace(case, num_rows=num_rows, num_cols=num_cols)
-            for case, (num_rows, num_cols) in product(cases, shapes)
+        trials = random_trials(cases, shapes)
+    else:
+        trials = [
+            Trial(given_problem(input, weight, bias, dy, norm=norm, eps=eps, **fields))
+            for norm, fields in product(norms, chosen)
         ]
-        if functors:
-            return _check_functors(functors, progress(sized), on, seed)
-        trials = [trial for case in sized for trial in default_trials(case, seed)]
-        for case, (num_rows, num_cols) in product(cases, tails):
-            case = replace(case, num_rows=num_rows, num_cols=num_cols)
-            trials.append(Trial(random_problem(case, seed)))
-        for case in cases if traps else ():
-            trials += trap_trials(case, own, seed)
-    if own:
-        return check_callables(progress(trials), own, traps)
-    where = kernels.machine(on)
-    return check_kernels(progress(trials), where)
+    return check_kernels(trials, kernels.machine(on))
 
 
-def _check_taken(own: Callables, norms: Sequence[str], parameters: dict[str, Any]) -> None:
-    """Raises ValueError for weight or bias for which no function has a parameter."""
-    for label, values in parameters.items():
-        if values is not None and norms and all(label in own.absent(norm) for norm in norms):
-            raise ValueError(
-                f"{label} is given; expected None: your function has no parameter for it"
-            )
+def random_trials(
+    cases: Sequence[Case], shapes: Iterable[tuple[int, int]] | None, seed: int = 0
+) -> list[Trial]:
+    """Random problems of the cases, whose numbers of rows and columns do not count.
+
+    shapes: None for the default ones.
+    """
+    trials = []
+    for case, shape in product(cases, [(64, 768)] if shapes is None else check_shapes(shapes)):
+        trials += default_trials(replace(case, num_rows=shape[0], num_cols=shape[1]), seed)
+    for case, shape in product(cases, _TAILS if shapes is None else ()):
+        case = replace(case, num_rows=shape[0], num_cols=shape[1])
+        trials.append(Trial(random_problem(case, seed)))
+    return trials
 
 
 def check_kernels(trials: Iterable[Trial], where: kernels.Machine) -> CheckResult:
-    result = CheckResult()
+    """Runs the kernels on each trial."""
+    result, cases = CheckResult(), []
     for trial in trials:
         rounded_mean = kernels.uses_welford(trial.problem.case, where.device)
-        got = run_kernels(trial.problem, where, trial.layouts or None)
+        got = run_kernels(trial.problem, where)
         result.findings += trial.judged(got, rounded_mean=rounded_mean)
+        cases.append(trial.problem.case)
+    what = f"cupynorm's kernels, planned for an {where.device.name}, on the {where.on.upper()}"
+    result.checked = in_words(what, cases)
+    if where.on == "cpu":
+        result.not_covered.append("a GPU")
     return result
 
 
-def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False) -> CheckResult:
-    """traps: an error that a function raises in a trap is a finding."""
-    result = CheckResult()
-    for trial in trials:
-        try:
-            got = own.run(trial.problem, trial.layouts)
-        except Exception as error:
-            if not (traps and trial.name):
-                raise
-            result.findings.append(trial.failed(error))
-            continue
-        result.findings += trial.judged(got, rounded_mean=True)
-    return result
+def in_words(what: str, cases: Iterable[Case]) -> str:
+    """What was checked, and the shapes of it."""
+    shapes = dict.fromkeys(f"{case.num_rows} x {case.num_cols}" for case in cases)
+    shown, rest = list(shapes)[:12], len(shapes) - 12
+    return f"{what}; {', '.join(shown)}" + (f" and {rest} other shapes" if rest > 0 else "")
+
+
+# Arguments that several checks have.
+
+
+def check_norms(norm: object) -> tuple[str, ...]:
+    """One norm or several as a tuple. Raises ValueError for an unknown one."""
+    norms = _several("norm", norm)
+    for name in norms:
+        if name not in NORMS:
+            raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
+    return norms
+
+
+def check_dtypes(dtypes: object) -> list[str]:
+    """Their names. Raises TypeError for what is no dtype of the kernels."""
+    return [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)]
+
+
+def check_launches(launch: object) -> list[dict[str, Any]]:
+    """The fields of a Case of one launch or several. Raises TypeError for what is none."""
+    names = ("strategy", "tile", "statistics")
+    launches = launch if isinstance(launch, (list, tuple)) else [launch]
+    return [
+        {name: getattr(each, name) for name in names} if checked_launch(each) else {}
+        for each in launches
+    ]
 
 
 def check_seed(seed: object) -> None:
@@ -206,21 +166,8 @@ def check_seed(seed: object) -> None:
         raise ValueError(f"seed is {seed!r}; expected an int of 0 or more")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _several(name: str, given: object) -> tuple:
-    """A sequence of names as a tuple; one name, or None, is a sequence of itself."""
-    if given is None or isinstance(given, str):
-        return (given,)
-    try:
-        return tuple(given)
-    except TypeError:
-        raise TypeError(f"{name} is {given!r}; expected a sequence of names") from None
-
-
-def _pairs(shapes: object) -> list[tuple[int, int]]:
+def check_shapes(shapes: object) -> list[tuple[int, int]]:
+    """Pairs (num_rows, num_cols). Raises TypeError or ValueError for others."""
     try:
         shapes = list(shapes)
     except TypeError:
@@ -237,12 +184,15 @@ def _pairs(shapes: object) -> list[tuple[int, int]]:
     return [tuple(shape) for shape in shapes]
 
 
-def _check_functors(
-    functors: Sequence[BoundFunctor], cases: Iterable[Case], on: str | None, seed: int
-) -> CheckResult:
-    where, result = kernels.machine(on), CheckResult()
-    for case in cases:
-        for each in functors:
-            with without_exit(f"the reference of {each.functor.name}"):
-                result.findings += functor_check.check_functor(each, case, where, seed)
-    return result
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _several(name: str, given: object) -> tuple:
+    """A sequence of names as a tuple; one name is a sequence of itself."""
+    if isinstance(given, str):
+        return (given,)
+    try:
+        return tuple(given)
+    except TypeError:
+        raise TypeError(f"{name} is {given!r}; expected a sequence of names") from None

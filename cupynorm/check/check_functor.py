@@ -14,34 +14,111 @@ by about 1e-9: beside float64 kernels that is the largest part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from ..dtypes import compute_dtype, decode, encode
-from ..norm.arguments import (
-    PlacedArray,
-    PlacedFunctor,
-    PlacedFunctors,
-    backward_call,
-    forward_call,
-    summed,
-)
-from ..norm.request import BackwardOptions, ForwardOptions, Launch
+from ..norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors, summed
+from ..norm.checks import check_eps
+from ..norm.request import Launch, of_backward
 from ..plan.dispatch import Plan
-from ..plan.functors import ROLES, BoundFunctor, Functor
+from ..plan.functor_text import ROLES, BoundFunctor, Functor
+from ..plan.problem import NormName
+from . import kernels
 from .bounds import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
+from .check import (
+    check_dtypes,
+    check_launches,
+    check_norms,
+    check_seed,
+    check_shapes,
+    in_words,
+)
+from .check_function import without_exit
 from .diagnosis import UNKNOWN, Candidate, Diagnosis, Judged, best_of, described
 from .kernels import Machine, uses_welford
-from .results import Finding, dtype_of, judge
-from .run import Tensors
+from .results import CheckResult, Finding, dtype_of, judge
+from .run import Tensors, run_backward, run_forward
 
+Given = Functor | BoundFunctor
 KINDS = ("full", "cols", "rows", "one")
 _DIFFERENCES = 1e-9
+_MOST_DIFFERENCES = 2**24  # numbers in one array of derivatives
+
+
+def check_functor(
+    functor: Given,
+    *,
+    norm: NormName | Sequence[NormName] = "layer_norm",
+    eps: float = 1e-5,
+    shapes: Iterable[tuple[int, int]] = ((5, 96), (3, 33)),
+    dtypes: Iterable[str] = ("float32",),
+    launch: Launch | Sequence[Launch] | None = None,
+    zero_centered_weight: bool = False,
+    on: str | None = None,
+    seed: int = 0,
+) -> CheckResult:
+    """Compare your own functor in the kernels with its float64 reference: y, and every gradient if
+    it has backward lines.
+
+    Examples:
+        >>> scaled = cupynorm.functors.layer_scale(scale="cols")
+        >>> cupynorm.check_functor(scaled, shapes=[(2, 16)], on="cpu").ok
+        True
+
+    functor: it has a reference, whose derivatives are central differences, column by column, so
+        shapes are small. Bind its numbers, and to each array a kind of random array: "full"
+        [num_rows, num_cols], "cols" [1, num_cols], "rows" [num_rows, 1] or "one" [1, 1]; or a
+        function of (num_rows, num_cols) that returns an array of one of these shapes. A functor
+        alone has full arrays, and "rows" where it takes one element per row. A seed that is None is
+        random.
+    norm, eps, dtypes, launch, on: as in cupynorm.check. seed: of the random values.
+
+    Returns a CheckResult. Raises ValueError for a functor without a reference, numbers that are not
+    bound and shapes that are too wide; TypeError for what is no functor.
+    """
+    check_seed(seed)
+    bound, where, result = with_kinds(functor), kernels.machine(on), CheckResult()
+    label = bound.functor.name
+    if bound.functor.reference is None:
+        raise ValueError(
+            f"functor {label} has no reference; expected a Python function that computes the same "
+            "in float64"
+        )
+    options = {
+        "zero_centered_weight": zero_centered_weight,
+        "eps": check_eps(eps, "float64", has_default=False),
+    }
+    cases = [
+        Case(norm, *shape, dtype, **fields, **options)
+        for norm, dtype, fields, shape in product(
+            check_norms(norm), check_dtypes(dtypes), check_launches(launch), check_shapes(shapes)
+        )
+    ]
+    for case in cases:
+        if case.num_rows * case.num_cols**2 > _MOST_DIFFERENCES:
+            raise ValueError(
+                f"shapes has {case.num_rows} x {case.num_cols}; a functor is differentiated column "
+                f"by column, so expected num_rows * num_cols**2 of at most {_MOST_DIFFERENCES}"
+            )
+        with without_exit(f"the reference of {label}"):
+            problem = random_functor_problem(bound, case, seed)
+            result.findings += judge_functor(
+                problem, run_with_functor(problem, where).results, where
+            )
+    what = f"functor {label} in the kernels, planned for an {where.device.name}"
+    result.checked = in_words(f"{what}, on the {where.on.upper()}", cases)
+    if bound.functor.backward is None:
+        result.not_covered.append("gradients: the functor has no backward lines")
+    if where.on == "cpu":
+        result.not_covered.append("a GPU")
+    return result
 
 
 @dataclass
@@ -238,14 +315,9 @@ class FunctorRun(NamedTuple):
 
 def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> FunctorRun:
     """y, mean, rstd, dx, dweight, dbias and d<array> of the kernels."""
-    problem, role = functor_problem.problem, functor_problem.role
-    case, shape, functor = problem.case, problem.x.shape, functor_problem.functor
-    compute, centered = compute_dtype(case.x).name, case.norm == "layer_norm"
-    tensors = Tensors(where)
-    for name in ("x", "weight", "bias"):
-        tensors.put(name, getattr(problem, name), case.dtype(name))
-    placed = []
-    label = functor.name
+    problem, functor = functor_problem.problem, functor_problem.functor
+    case, shape, label = problem.case, problem.x.shape, functor_problem.functor.name
+    tensors, placed = Tensors(where), []
     for name, values in functor_problem.arrays.items():
         tensors.put(f"{label}.{name}", values, case.x)
         num_rows, num_cols = values.shape
@@ -255,67 +327,37 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
     for name, seed in functor_problem.seeds.items():
         tensors.put_seed(f"{label}.{name}", seed)
     numbers = tuple(functor_problem.numbers.values())
-    placed_functor = PlacedFunctor(functor, numbers, tuple(placed), label)
-    options = ForwardOptions(
-        centered,
-        shape[1:],
-        case.eps,
-        case.zero_centered_weight,
-        launch=Launch(case.strategy, case.tile, case.statistics),
-    )
-    tensors.make("y", shape, case.dtype("y"))
-    tensors.make("rstd", shape[:1], compute)
-    if centered:
-        tensors.make("mean", shape[:1], compute)
-    functors = PlacedFunctors(**{role: (placed_functor,)})
-    operands = tensors.some("x", "weight", "bias", "y")
-    call = forward_call(where.device, operands, options, "forward", functors)
-    tensors.launch(call, tensors.rows)
-    plans = {"forward": call.plan}
+    applied = PlacedFunctor(functor, numbers, tuple(placed), label)
+    launch, is_load = Launch(case.strategy, case.tile, case.statistics), functor.role == "load"
+    functors = PlacedFunctors(**{functor.role: (applied,)})
+    options = {"functors": functors, "applies_load": is_load}
+    plans = {"forward": run_forward(problem, tensors, launch, **options)}
     if functor.backward is not None:
-        tensors.put("dy", problem.dy, case.dtype("y"))
-        tensors.make("dx", shape, case.x)
-        for name in ("weight", "bias"):
-            if name in tensors.rows:
-                tensors.make(f"d{name}", shape[1:], case.dtype(name))
         gradients = []
         for name, values in functor_problem.arrays.items():
-            gradients.append(case.x if values.shape == shape else compute)
+            is_full = values.shape == shape
+            gradients.append(case.x if is_full else compute_dtype(case.x).name)
             tensors.make(f"{label}.d{name}", shape, gradients[-1])
-        placed_functor = placed_functor._replace(gradients=tuple(gradients))
-        functors = PlacedFunctors(**{role: (placed_functor,)})
-        options = BackwardOptions(
-            centered,
-            shape[1:],
-            case.zero_centered_weight,
-            applies_load=role == "load",
-            launch=Launch(case.strategy),
-        )
-        operands = tensors.some("x", "weight", "bias", "dy", "dx", "dweight", "dbias")
-        call = backward_call(where.device, operands, options, compute, functors)
-        tensors.launch(call, tensors.rows)
-        plans["backward"] = call.plan
-    results = {name.removeprefix(f"{label}."): each for name, each in tensors.results().items()}
+        applied = applied._replace(gradients=tuple(gradients))
+        functors = PlacedFunctors(**{functor.role: (applied,)})
+        plans["backward"] = run_backward(problem, tensors, of_backward(launch), functors)
+    made, results = tensors.results(), {}
+    for name in sorted(made, key=lambda name: name.startswith(f"{label}.")):
+        results[name.removeprefix(f"{label}.")] = made[name]  # an array may be called bias, too
     for name, values in functor_problem.arrays.items():
         if f"d{name}" in results:
             results[f"d{name}"] = summed(results[f"d{name}"], values.shape)
     return FunctorRun(results, plans)
 
 
-# What users call, through cupynorm.check.
-
-Given = Functor | BoundFunctor
-_MOST_DIFFERENCES = 2**24  # numbers in one array of derivatives
-
-
 def with_kinds(given: Given) -> BoundFunctor:
-    """A functor with a kind, or a function, for each of its arrays; see check().
+    """A functor with a kind, or a function, for each of its arrays; see check_functor().
 
     Raises ValueError for a functor whose numbers are not bound, or that is bound to something else;
     TypeError for what is no functor.
     """
     if not isinstance(given, (Functor, BoundFunctor)):
-        raise TypeError(f"fuse has a {type(given).__name__}; expected functors")
+        raise TypeError(f"a {type(given).__name__} is no functor; expected one of cupynorm.functor")
     if isinstance(given, Functor):
         if given.numbers:
             named = [f'{name}="full"' for name in given.arrays] + [
@@ -352,31 +394,6 @@ def random_functor_problem(bound: BoundFunctor, case: Case, seed: int) -> Functo
         for name, value in zip(functor.seeds, bound.seeds)
     }
     return FunctorProblem(random_problem(case, seed), functor, arrays, numbers, seeds)
-
-
-def check_functor(
-    bound: BoundFunctor,
-    case: Case,
-    where: Machine,
-    seed: int = 0,
-) -> list[Finding]:
-    """Compares a functor in the kernels of a case, forward and backward, with its reference.
-
-    bound: as with_kinds() returns it.
-    Raises ValueError for a functor without a reference and for a case of too many columns.
-    """
-    if bound.functor.reference is None:
-        raise ValueError(
-            f"functor {bound.functor.name} has no reference; expected a Python function that "
-            "computes the same in float64"
-        )
-    if case.num_rows * case.num_cols**2 > _MOST_DIFFERENCES:
-        raise ValueError(
-            f"shapes has {case.num_rows} x {case.num_cols}; a functor is differentiated column by "
-            f"column, so expected num_rows * num_cols**2 of at most {_MOST_DIFFERENCES}"
-        )
-    problem = random_functor_problem(bound, case, seed)
-    return judge_functor(problem, run_with_functor(problem, where).results, where)
 
 
 def _draw(

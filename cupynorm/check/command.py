@@ -6,7 +6,8 @@ import argparse
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -14,27 +15,36 @@ from .. import __version__
 from ..command_line import Appended, Commands, finite, number, positive, several
 from ..dtypes import DTYPES
 from ..gpu import environment, on_cpu
+from ..plan import dispatch
 from ..plan.devices import Device
-from ..table import as_text, printable
-from . import activations, kernels
-from .cases import DIRECTIONS, NORMS
-from .check import check, check_callables, check_kernels
-from .check_function import Callables, imported
-from .entries import (
-    Entry,
-    file_entries,
-    grid_shapes,
-    plan_of,
-    quick_shapes,
-    random_entries,
-    trap_entries,
-)
-from .libraries import LIBRARIES
-from .results import CheckResult, Finding, worst_of
-from .trials import Trial
+from ..plan.dispatch import Plan
+from ..plan.plans import plan
+from ..plan.strategies import STRATEGIES
+from ..table import as_text
+from . import activations, check, kernels
+from .cases import DIRECTIONS, NORMS, Case
+from .check_function import LIBRARIES, Callables, check_callables, check_either, imported
+from .results import CheckResult, worst_of
+from .traps import Trial, default_trials, trap_trials
 
-_MAX_SHOWN = 12  # findings that are off
 _QUICK_DTYPES = ("float32", "bfloat16")
+# Elements of x in one case, by where the kernels run. Most of the time goes into the float64
+# reference on the host, and into the kernels where they run on the CPU.
+_GRID_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
+_GRID_ROWS = {"gpu": 1021, "cpu": 61}
+_FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
+_WIDEST = {"gpu": 2**22, "cpu": 2**19}
+
+
+class Entry(NamedTuple):
+    """Trials of one case. name: its line in the table."""
+
+    name: str
+    case: Case
+    trials: list[Trial] | None = None  # None: random ones, which are drawn when they run
+
+    def drawn(self, seed: int) -> list[Trial]:
+        return default_trials(self.case, seed) if self.trials is None else self.trials
 
 
 def add_to(commands: Commands) -> None:
@@ -101,8 +111,57 @@ def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if all is within what the dtypes allow, else 1."""
     labels = ("function", "forward", "backward")
     named = {label: getattr(arguments, label) for label in labels if getattr(arguments, label)}
+    options = {} if arguments.eps is None else {"eps": arguments.eps}
     if named:
-        return run_functions(arguments, named)
+        result = run_functions(arguments, named, options)
+    else:
+        result = run_kernels(arguments, options)
+    if not result.findings:
+        raise ValueError("no tensor was checked; expected at least one result")
+    print(result)
+    return 0 if result else 1
+
+
+def run_functions(
+    arguments: argparse.Namespace, named: dict[str, str], options: dict[str, float]
+) -> CheckResult:
+    """Checks functions, MODULE:NAME by label. options: an eps that is given."""
+    if arguments.on or arguments.quick:
+        raise ValueError("--on or --quick is given with your own functions; expected neither")
+    if "function" in named and len(named) > 1:
+        raise ValueError(
+            "--function is given together with --forward or --backward; expected --function "
+            "alone, whose backward is autograd's, or --forward, --backward or both"
+        )
+    functions = {label: imported(text, f"--{label}") for label, text in named.items()}
+    norm, recorded = arguments.norm or NORMS[0], []
+    if arguments.files:
+        if arguments.traps or arguments.dtype or arguments.shape:
+            raise ValueError(
+                "--traps, --dtype or --shape is given with files; expected none of them"
+            )
+        recorded = _arrays_of(arguments, options)
+
+    def checked(library: str | None) -> CheckResult:
+        own = Callables(library=library, **functions)
+        if arguments.files:
+            mine = [replace(each, **own.absent(norm)) for each in recorded]
+            trials = [Trial(each.problem(norm), each.name) for each in mine]
+        else:
+            cases = [
+                Case(norm, 0, 0, dtype, **options | own.absent(norm))
+                for dtype in arguments.dtype or ["float32"]
+            ]
+            trials = check.random_trials(cases, arguments.shape, arguments.seed)
+            for case in cases if arguments.traps else ():
+                trials += own.traps(case, arguments.seed)
+        return check_callables(_with_progress(trials), own, arguments.traps)
+
+    return checked(arguments.library) if arguments.library else check_either(checked)
+
+
+def run_kernels(arguments: argparse.Namespace, options: dict[str, float]) -> CheckResult:
+    """Checks the kernels, and prints a table of problems and dtypes."""
     for name in ("library", "dtype", "shape"):
         if getattr(arguments, name):
             raise ValueError(
@@ -110,124 +169,50 @@ def run(arguments: argparse.Namespace) -> int:
             )
     where = kernels.machine(arguments.on, arguments.seed)
     print(describe(where), end="\n\n", flush=True)
-    entries = entries_of(arguments, where)
+    entries = entries_of(arguments, where, options)
     if where.on == "cpu":
         compile_on_cpu(entries, where.device)
     results = [
-        (entry, check_kernels(entry.make(), where).findings)
-        for entry in tqdm(entries, desc="checking", unit="case", leave=False)
+        (entry, check.check_kernels(entry.drawn(arguments.seed), where))
+        for entry in _with_progress(entries)
     ]
     print(table(results, where.device), end="\n\n")
-    off = sum(not all(finding.ok for finding in each) for _, each in results)
-    cases = f"in {off} of {len(results)} cases" if off else f"in {len(results)} cases"
-    return report([finding for _, each in results for finding in each], cases)
+    result = results[0][1] if results else CheckResult()
+    result.findings = [found for _, each in results for found in each.findings]
+    result.checked = result.checked.partition(";")[0]  # the shapes are in the table
+    return result
 
 
-def run_functions(arguments: argparse.Namespace, named: dict[str, str]) -> int:
-    """Checks functions, MODULE:NAME by label, and returns the exit code."""
-    if arguments.on or arguments.quick:
-        raise ValueError("--on or --quick is given with your own functions; expected neither")
-    functions = {label: imported(text, f"--{label}") for label, text in named.items()}
-    norm = arguments.norm or NORMS[0]
-    if arguments.files:
-        if arguments.traps or arguments.dtype or arguments.shape:
-            raise ValueError(
-                "--traps, --dtype or --shape is given with files; expected none of them"
-            )
-        own = Callables(**functions, library=arguments.library)
-        recorded = [replace(each, **own.absent(norm)) for each in _arrays_of(arguments)]
-        trials = [Trial(each.problem(norm), each.name) for each in recorded]
-        result = check_callables(trials, own)
-    else:
-        result = check(
-            **functions,
-            norm=norm,
-            **_eps_of(arguments),
-            library=arguments.library,
-            traps=arguments.traps,
-            shapes=arguments.shape,
-            dtypes=arguments.dtype or ["float32"],
-            seed=arguments.seed,
-            progress=partial(tqdm, desc="checking", unit="case", leave=False),
-        )
-    return report(result.findings, f"of {printable(', '.join(named.values()))}")
+def _with_progress(every: Iterable) -> Iterable:
+    return tqdm(every, desc="checking", unit="case", leave=False)
 
 
-def _arrays_of(arguments: argparse.Namespace) -> list[activations.Activations]:
+def _arrays_of(
+    arguments: argparse.Namespace, options: dict[str, float]
+) -> list[activations.Activations]:
     """Those of the files, or the shipped ones, with the eps that is given."""
     recorded = [each for path in arguments.files for each in activations.read(path, print)]
     if arguments.files and not recorded:
-        names = printable(", ".join(arguments.files))
-        raise ValueError(f"{names} have no array of floats; expected at least one")
-    return [replace(each, **_eps_of(arguments)) for each in recorded or activations.shipped()]
-
-
-def _eps_of(arguments: argparse.Namespace) -> dict[str, float]:
-    return {} if arguments.eps is None else {"eps": arguments.eps}
-
-
-def report(findings: Sequence[Finding], checked: str) -> int:
-    """Prints the worst of each tensor, what is off and a last line. Returns the exit code.
-
-    Raises ValueError if nothing was checked.
-    """
-    if not findings:
-        raise ValueError(f"no tensor {checked} was checked; expected at least one result")
-    print(CheckResult(findings).summary(), end="\n\n")
-    off = [finding for finding in findings if not finding.ok]
-    if not off:
-        print(
-            f"OK: every element of {len(findings)} tensors {checked} is within what its dtype "
-            "allows"
-        )
-        return 0
-    print(CheckResult(off[:_MAX_SHOWN]), end="\n\n")
-    print(
-        f"OFF: {len(off)} of {len(findings)} tensors {checked} are beyond what their dtypes allow"
-    )
-    return 1
+        raise ValueError("the files have no array of floats; expected at least one")
+    return [replace(each, **options) for each in recorded or activations.shipped()]
 
 
 def describe(where: kernels.Machine) -> str:
     """The GPU, the libraries, and where the kernels run."""
     machine = environment.environment()
-    named = (
-        ("cupy", "CuPy"),
-        ("cuda_runtime", "CUDA runtime"),
-        ("nvrtc", "NVRTC"),
-        ("torch", "torch"),
-    )
+    named = {"cupy": "CuPy", "cuda_runtime": "CUDA runtime", "nvrtc": "NVRTC", "torch": "torch"}
     libraries = [
-        f"{label} {machine[name]}" if machine[name] else f"no {label}" for name, label in named
+        f"{label} {machine[name]}" if machine[name] else f"no {label}"
+        for name, label in named.items()
     ]
     gpu = f"{machine['gpu']}, driver {machine['driver']}" if machine["gpu"] else "no GPU"
-    lines = [f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"]
-    if where.on == "cpu":
-        lines.append(
-            f"The .cu files are compiled by {on_cpu.compiler()} and run on the CPU, planned for an "
-            f"{where.device.name}."
-        )
-    return "\n".join(lines)
-
-
-def entries_of(arguments: argparse.Namespace, where: kernels.Machine) -> list[Entry]:
-    """What the arguments ask to check."""
-    norms, seed, eps = (
-        (arguments.norm,) if arguments.norm else NORMS,
-        arguments.seed,
-        _eps_of(arguments),
+    line = f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"
+    if where.on == "gpu":
+        return line
+    return (
+        f"{line}\nThe .cu files are compiled by {on_cpu.compiler()} and run on the CPU, planned "
+        f"for an {where.device.name}."
     )
-    dtypes = _QUICK_DTYPES if arguments.quick else list(DTYPES)
-    if arguments.files:
-        return file_entries(_arrays_of(arguments), norms, [None], where.on, seed)
-    if arguments.traps:
-        return trap_entries(norms, dtypes, seed, **eps)
-    entries = file_entries(_arrays_of(arguments), norms, dtypes, where.on, seed)
-    if arguments.quick:
-        shapes, dtypes = quick_shapes(where.device), dtypes[1:]
-    else:
-        shapes = grid_shapes(where.device, where.on)
-    return entries + random_entries(shapes, norms, dtypes, seed, **eps)
 
 
 def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
@@ -243,23 +228,128 @@ def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
             bar.update(len(part))
 
 
-def table(results: Sequence[tuple[Entry, list[Finding]]], device: Device) -> str:
+def table(results: Sequence[tuple[Entry, CheckResult]], device: Device) -> str:
     """One line for each problem, one column for each dtype: the tensor with the largest error."""
     dtypes = [dtype for dtype in DTYPES if any(entry.case.x == dtype for entry, _ in results)]
     lines: dict[tuple[str, str], dict[str, str]] = {}
-    strategies: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for entry, findings in results:
-        key = (entry.case.norm, entry.name)
-        worst = worst_of(findings)
-        off = f"OFF: {worst.tensor} {worst.error:.3g}"
-        verdict = f"{worst.error:.2f} {worst.tensor}" if worst.ok else off
-        lines.setdefault(key, {})[entry.case.x] = verdict
-        used = strategies.setdefault(key, {name: [] for name in DIRECTIONS})
+    for entry, result in results:
+        worst = worst_of(result.findings)
+        verdict = f"{worst.error:.2f} {worst.tensor}"
+        line = lines.setdefault((entry.case.norm, entry.name), {})
+        line[entry.case.x] = verdict if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
         for direction in DIRECTIONS:
-            used[direction].append(plan_of(entry.case, device, direction).strategy)
-    rows = [["norm", "rows x columns", *DIRECTIONS, *dtypes]]
-    for (norm, name), verdicts in lines.items():
-        used = strategies[norm, name]
-        names = ["/".join(dict.fromkeys(used[direction])) for direction in DIRECTIONS]
-        rows.append([norm, name, *names, *(verdicts.get(dtype, "-") for dtype in dtypes)])
+            used = plan_of(entry.case, device, direction).strategy
+            known = line.get(direction, "").split("/") if direction in line else []
+            line[direction] = "/".join(dict.fromkeys([*known, used]))
+    columns = [*DIRECTIONS, *dtypes]
+    rows = [["norm", "rows x columns", *columns]]
+    rows += [[*key, *(line.get(each, "-") for each in columns)] for key, line in lines.items()]
     return as_text(rows)
+
+
+# What is checked.
+
+
+def entries_of(
+    arguments: argparse.Namespace, where: kernels.Machine, options: dict[str, float]
+) -> list[Entry]:
+    """What the arguments ask to check."""
+    norms = (arguments.norm,) if arguments.norm else NORMS
+    dtypes = _QUICK_DTYPES if arguments.quick else list(DTYPES)
+    if arguments.traps and not arguments.files:
+        return [
+            Entry(f"{trial.name}, {_shape(trial.problem.case)}", trial.problem.case, [trial])
+            for norm, dtype in product(norms, dtypes)
+            for trial in trap_trials(Case(norm, 0, 0, dtype, **options), seed=arguments.seed)
+        ]
+    entries = []
+    recorded = _arrays_of(arguments, options)
+    for norm, each, dtype in product(norms, recorded, [None] if arguments.files else dtypes):
+        most = _FILE_ELEMENTS[where.on]
+        problem = each.problem(norm, dtype, max_elements=most, seed=arguments.seed)
+        num_rows, num_cols = each.x.shape
+        is_sample = problem.case.num_rows < num_rows
+        sampled = f"{problem.case.num_rows} of " if is_sample else ""
+        label = each.name.rpartition("layer_norms/")[2]
+        name = f"{label}, {sampled}{num_rows} x {num_cols}"
+        entries.append(Entry(name, problem.case, [Trial(problem)]))
+    if arguments.files:
+        return entries
+    shapes = quick_shapes(where.device) if arguments.quick else grid_shapes(where.device, where.on)
+    return entries + random_entries(shapes, norms, dtypes[arguments.quick :], **options)
+
+
+def random_entries(
+    shapes: Sequence[tuple[int, int, str | None]],
+    norms: Sequence[str],
+    dtypes: Sequence[str],
+    **options: Any,
+) -> list[Entry]:
+    """Random tensors of these shapes, with the strategy that is forced, in each norm and dtype."""
+    entries = []
+    for norm, (num_rows, num_cols, strategy), dtype in product(norms, shapes, dtypes):
+        case = Case(norm, num_rows, num_cols, dtype, strategy=strategy, **options)
+        forced = f", {strategy} forced" if strategy else ""
+        entries.append(Entry(f"random, {_shape(case)}{forced}", case))
+    return entries
+
+
+def _shape(case: Case) -> str:
+    return f"{case.num_rows} x {case.num_cols}"
+
+
+def _strategies_of(device: Device) -> list[str]:
+    capability = device.compute_capability
+    return [name for name, row in STRATEGIES.items() if capability >= row.first_capability]
+
+
+def grid_shapes(device: Device, on: str) -> list[tuple[int, int, str | None]]:
+    """Shapes that reach every strategy of a device in both directions. on: "gpu" or "cpu".
+
+    A few narrow and odd widths; then, for each strategy and direction, the first width that is too
+    wide for it in every dtype. Where that takes too long, the next strategy is forced on
+    narrower rows.
+    """
+    widths, forced, names = {1, 33, 768, 4095}, set(), _strategies_of(device)
+    for direction in DIRECTIONS:
+        problems = [
+            plan(4096, dtype=dtype, device=device, direction=direction).problem for dtype in DTYPES
+        ]
+        for name, following in zip(names, names[1:]):
+            widest = max(dispatch.widest(name, problem, device) for problem in problems)
+            beyond = (widest // 16 + 1) * 16  # whole packs in every dtype
+            if beyond > _WIDEST[on]:
+                forced.add(following)
+            else:
+                widths.add(beyond)
+    shapes: list[tuple[int, int, str | None]] = []
+    for num_cols in sorted(widths):
+        fewest = 1 if num_cols >= 2**20 else 2
+        num_rows = min(_GRID_ROWS[on], max(_GRID_ELEMENTS[on] // num_cols, fewest))
+        shapes.append((num_rows, num_cols, None))
+    return shapes + [(3, 4096, name) for name in names if name in forced]
+
+
+def quick_shapes(device: Device) -> list[tuple[int, int, str | None]]:
+    """Two widths for each strategy of a device: whole packs, and an odd number of columns.
+
+    Strategies for wide rows are forced on narrower ones.
+    """
+    names = [name for name in _strategies_of(device) if name != "warp"]
+    forced = [(3, num_cols, name) for name in names for num_cols in (4095, 4096)]
+    return [(61, 33, None), (16, 768, None), *forced]
+
+
+def plan_of(case: Case, device: Device, direction: str) -> Plan:
+    """The plan of a case in one direction."""
+    return plan(
+        case.num_cols,
+        case.num_rows,
+        case.x,
+        norm=case.norm,
+        direction=direction,
+        device=device,
+        weight_dtype=case.dtype("weight"),
+        bias_dtype=case.dtype("bias"),
+        strategy=case.strategy,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,12 +10,14 @@ from functools import partial
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
-from ..table import as_text
+from ..table import as_html, as_text
 from .bounds import Expected, expect
 from .cases import Case, Problem
 from .diagnosis import Diagnosis, Judged, diagnose
 
 Diagnose = Callable[[Judged], Diagnosis]
+
+_MOST_SHOWN, _MOST_OFF = 36, 12  # lines of a table; tensors in it that are off
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,15 @@ def worst_of(findings: Iterable[Finding]) -> Finding:
 
 @dataclass
 class CheckResult:
-    """Findings of a check, printed as a table. True if no element of any tensor is off.
+    """What a check found: true if no element of any tensor is off. Prints as a table.
+
+    findings: the worst element of each tensor of each case. checked: whose arrays, where, and the
+    shapes. not_covered: what this check left out.
 
     Examples:
         >>> def no_mean(input, normalized_shape, weight, bias, eps):
         ...     return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps) + bias
-        >>> result = cupynorm.check(function=no_mean, shapes=[(8, 64)])
+        >>> result = cupynorm.check_function(no_mean, shapes=[(8, 64)])
         >>> result.ok, [found.tensor for found in result.findings[:4] if not found.ok]
         (False, ['y', 'dx', 'dweight'])
         >>> result.diagnoses[0].rpartition("; ")[2]
@@ -61,6 +67,8 @@ class CheckResult:
     """
 
     findings: list[Finding] = field(default_factory=list)
+    checked: str = ""
+    not_covered: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -74,12 +82,15 @@ class CheckResult:
         """Tensors with an element that is off."""
         return sum(not finding.ok for finding in self.findings)
 
-    def __str__(self) -> str:
-        verdict = f"{self.num_off} off" if self.num_off else "all within what their dtypes allow"
-        last = (
-            f"{len(self.findings)} tensors checked, {verdict}; error is in units of what is allowed"
-        )
-        return "\n".join([self._table(), last, *self.diagnoses])
+    @property
+    def verdict(self) -> str:
+        """The first line: OK or OFF, and of how many tensors."""
+        count = len(self.findings)
+        if not count:
+            return "OFF: no tensor was checked"
+        if self.num_off:
+            return f"OFF: {self.num_off} of {count} tensors are beyond what their dtypes allow"
+        return f"OK: {count} tensors checked, all within what their dtypes allow"
 
     @property
     def diagnoses(self) -> list[str]:
@@ -97,24 +108,42 @@ class CheckResult:
             sentences.append(f"{tensor} of {first.case}: {first.diagnosis}{more}")
         return sentences
 
-    def _table(self) -> str:
-        table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
-        for finding in self.findings:
-            verdict = "ok" if finding.ok else f"OFF: {finding.num_off} elements"
-            where = ",".join(map(str, finding.where)) or "-"
-            numbers = (f"{finding.got:.6g}", f"{finding.expected:.6g}", f"{finding.allowed:.2g}")
-            error = f"{finding.error:.3f}"
-            table.append((finding.case, finding.tensor, error, where, *numbers, verdict))
-        return as_text(table)
+    def __str__(self) -> str:
+        return "\n".join(
+            [self.verdict, *self.diagnoses, "", as_text(self._table()), *self._notes()]
+        )
 
-    def summary(self) -> str:
-        """One line for each name of a tensor: its worst finding over all cases."""
+    def _repr_html_(self) -> str:
+        lines = [f"<b>{html.escape(self.verdict)}</b>", *map(html.escape, self.diagnoses)]
+        notes = "<br>".join(map(html.escape, self._notes()))
+        return f"<p>{'<br>'.join(lines)}</p>{as_html(self._table())}<p>{notes}</p>"
+
+    def _notes(self) -> list[str]:
+        lines = ["error is in units of what is allowed"]
+        if len(self._shown()) < len(self.findings):
+            lines[0] += f"; shown: at most {_MOST_OFF} tensors that are off, the worst of each name"
+        lines += [f"checked: {self.checked}"] * bool(self.checked)
+        return lines + [f"not covered: {'; '.join(self.not_covered)}"] * bool(self.not_covered)
+
+    def _shown(self) -> list[Finding]:
+        """All findings, or of many some that are off and the worst of each name."""
+        if len(self.findings) <= _MOST_SHOWN:
+            return self.findings
+        off = [found for found in self.findings if not found.ok][:_MOST_OFF]
         named: dict[str, list[Finding]] = {}
-        for finding in self.findings:
-            named.setdefault(finding.tensor, []).append(finding)
-        worst = CheckResult([worst_of(findings) for findings in named.values()])
-        last = f"{len(self.findings)} tensors checked, {self.num_off} off; "
-        return f"{worst._table()}\n{last}the worst of each name is shown"
+        for found in self.findings:
+            named.setdefault(found.tensor, []).append(found)
+        worst = [worst_of(each) for each in named.values()]
+        return off + [found for found in worst if found not in off]
+
+    def _table(self) -> list[tuple[str, ...]]:
+        table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
+        for found in self._shown():
+            verdict = "ok" if found.ok else f"OFF: {found.num_off} elements"
+            where = ",".join(map(str, found.where)) or "-"
+            numbers = (f"{found.got:.6g}", f"{found.expected:.6g}", f"{found.allowed:.2g}")
+            table.append((found.case, found.tensor, f"{found.error:.3f}", where, *numbers, verdict))
+        return table
 
 
 def judge(
@@ -168,13 +197,6 @@ def errors_of(
         return error, ~(error <= 1.0)
 
 
-def _are_near(got: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> bool:
-    """Whether all are finite and within what is allowed."""
-    with np.errstate(all="ignore"):
-        error = np.abs(got - expected)
-        return bool((error <= allowed).all() and np.isfinite(error.max(initial=0.0)))
-
-
 def dtype_of(case: Case, tensor: str) -> str:
     """The dtype of a result; that of the arithmetic for mean and rstd."""
     dtypes = {
@@ -210,19 +232,13 @@ def judge_against(
     expectations: Expected,
     results: dict[str, np.ndarray],
     *,
-    skips_right: bool = False,
     diagnose: Diagnose | None = None,
 ) -> list[Finding]:
-    """A finding for each tensor that is in both. diagnose: as for judge.
-
-    skips_right: leaves out tensors that are plainly right, which takes less time.
-    """
+    """A finding for each tensor that is in both. diagnose: as for judge."""
     findings = []
     for name, (expected, allowed) in expectations.items():
         if name in results:
             got = results[name]
-            if skips_right and got.shape == expected.shape and _are_near(got, expected, allowed):
-                continue
             if name == "mean":  # of a row with an infinity: NaN, or infinite
                 got = np.where(np.isfinite(expected) | np.isfinite(got), got, expected)
             numbers = (got, expected, allowed, dtype_of(case, name))

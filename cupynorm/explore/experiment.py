@@ -20,16 +20,16 @@ from ..check.check import check_seed
 from ..check.kernels import Machine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels
-from ..check.trials import Trial, default_problem
+from ..check.traps import Trial, default_problem
 from ..dtypes import decode, encode
 from ..gpu import nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..gpu.source_files import source_files
-from ..norm.plans import full_name, plan
 from ..norm.request import tile_of
 from ..plan.devices import DEVICES
 from ..plan.dispatch import Plan
 from ..plan.instances import Launch
+from ..plan.plans import full_name, plan
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import StatisticsName, StrategyName
 from ..table import as_html, as_text
@@ -111,17 +111,23 @@ class Experiment:
             rows.append(("µs", *("-" if each is None else f"{each:.1f}" for each in times)))
         return rows
 
-    def __str__(self) -> str:
-        parts = [as_text(self._rows())]
-        if self.changed.fault:
-            parts.append(self.changed.fault)
-        elif self.changed.result is not None and not self.changed.result.ok:
+    def _rest(self) -> list[str]:
+        """What is wrong with the changed kernels, and what the table has no rows for."""
+        parts = [self.changed.fault] * bool(self.changed.fault)
+        if self.changed.result is not None and not self.changed.ok:
             parts.append(str(self.changed.result))
-        return "\n\n".join(parts)
+        if not self.shipped.registers:
+            parts.append("With NVRTC (pip install nvidia-cuda-nvrtc) there are rows of registers.")
+        return parts
+
+    def __str__(self) -> str:
+        return "\n\n".join([as_text(self._rows()), *self._rest()])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rest = self.changed.fault or ("" if self.changed.ok else str(self.changed.result))
-        return as_html(self._rows()) + (f"<pre>{html.escape(rest)}</pre>" if rest else "")
+        rest = "".join(f"<pre>{html.escape(each)}</pre>" for each in self._rest())
+        return as_html(self._rows()) + rest
 
 
 def _verdict(version: Version) -> str:

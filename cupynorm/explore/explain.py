@@ -5,22 +5,20 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..check.cases import NORMS
 from ..dtypes import DTYPES, ELEMENTS
 from ..gpu import nvrtc, on_cpu
 from ..gpu.source_files import cuda_src
-from ..norm.plans import device_of, full_name, plan
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, widest
 from ..plan.instances import Launch
+from ..plan.plans import device_of, full_name, plan
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import STRATEGIES, StatisticsName, StrategyName
-from ..svg import Picture
 from ..table import as_html, as_text
-from . import pictures
-from .trace import Trace, trace
+from .trace import Trace, drawn, trace
 
 # Bytes and float32 operations a second, from NVIDIA's data sheets (SXM where there are several).
 _PEAKS = {
@@ -193,11 +191,13 @@ class Explanation:
             f"at {bandwidth / 1e12:.2f} TB/s take at least {least:.{digits}f} µs."
         )
 
-    def roofline(self) -> Picture:
-        """A picture: the most operations a second over operations for each byte."""
-        return pictures.roofline(
-            self.plan.device.name, _PEAKS[self.plan.device.name], self.operations_per_byte()
-        )
+    def roofline(self) -> Any:
+        """A plot: the most operations a second over operations for each byte."""
+        from . import plots
+
+        peaks, least = _PEAKS[self.plan.device.name], self.operations_per_byte()
+        reached = min(peaks[1], least * peaks[0])
+        return plots.roofline(peaks, {"this kernel": (least, reached)})
 
     def __str__(self) -> str:
         rows = f"{self.plan.num_rows} x {self.plan.problem.num_cols}"
@@ -209,15 +209,17 @@ class Explanation:
         parts += [as_text(self.kernels()), as_text(self.traffic()), self.speed(), self.header]
         return "\n\n".join(parts)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         if not self.plan.launches:
             return f"<p>{self}</p>"
         parts = [as_html(self.choice()), as_html(self.kernels()), as_html(self.traffic())]
         parts.append(f"<p>{self.speed()}</p>")
         if self.plan.device.name in _PEAKS:
-            parts.append(str(self.roofline()))
+            parts.append(drawn(self.roofline))
         try:
-            parts.append(str(self.trace.owners()))
+            parts.append(drawn(self.trace.owners))
         except on_cpu.NoCompilerError:
             parts.append("<p>With a C++ compiler a picture shows who owns which element.</p>")
         return "".join([*parts, f"<pre>{html.escape(self.header)}</pre>"])

@@ -1,34 +1,31 @@
-"""Plots for notebooks, in one style (bench/style.py). Each function returns a Plot.
+"""Plots for notebooks, and pictures of a trace, by matplotlib in one style. Each returns a Plot.
 
 A panel is an axes with a title. Functions take panels as a dict from titles to what they show, so
-that one call puts pictures side by side on the same scales. Needs matplotlib.
+that one call puts pictures side by side on the same scales.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import rc_context
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from ..bench import style
-from ..bench.plot import draw_speeds, panels_of, require_matplotlib
+from ..bench.chart import COLORS, GUIDE, STYLE, draw_speeds, look
 from ..bench.report import BenchResult
-from ..norm.plans import plan
-from ..plan.strategies import STRATEGIES
-from ..svg import COLORS
 
-require_matplotlib()
-from matplotlib import rc_context  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
+if TYPE_CHECKING:
+    from .trace import Trace
 
 Points = tuple[Sequence[float], Sequence[float]]  # xs, ys
 _FONT, _ELSE = "DejaVu Sans", "sans-serif"
 _AS_TEXT = {"svg.fonttype": "none", "font.sans-serif": [_FONT]}
-_ALL_WIDTHS = tuple(sorted({8 * round(2 ** (at / 8) / 8) for at in range(24, 177)}))
 
 
 class Plot(Figure):
@@ -36,12 +33,17 @@ class Plot(Figure):
 
     def _repr_svg_(self) -> str:
         text = io.StringIO()
-        with rc_context(style.settings() | _AS_TEXT):
+        with rc_context(STYLE | _AS_TEXT):
             self.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
         svg = re.sub(r"\s*<metadata>.*</metadata>", "", text.getvalue(), flags=re.S)
-        # Formulas name one font alone, which few readers' machines have. Hundredths of a point do.
+        # Formulas name one font alone, which few readers' machines have.
         svg = svg.replace(f"'{_FONT}'\"", f"'{_FONT}', {_ELSE}\"")
-        return re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)
+        # Hundredths of a point do for lines; numbers that are read keep their digits.
+        return re.sub(r' (?:d|x|y)="[^"]*"', lambda found: _short(found[0]), svg)
+
+
+def _short(path: str) -> str:
+    return re.sub(r"(\d+\.\d\d)\d+", r"\1", path)
 
 
 def _grid(
@@ -94,7 +96,7 @@ def lines(
     log: the axes that are logarithmic, "x", "y" or "xy". joined: False for markers alone.
     guides: names drawn in grey, for limits and theories: dashed the first, solid the second.
     """
-    with rc_context(style.settings()):
+    with rc_context(STYLE):
         figure, axes_of = _grid(panels, size, across)
         names = dict.fromkeys(name for each in panels.values() for name in each)
         drawn_lines = [name for name in names if name not in guides]
@@ -102,11 +104,12 @@ def lines(
         for named, axes in zip(panels.values(), axes_of):
             for name, (xs, ys) in named.items():
                 if name in guides:
-                    look = (style.GUIDE, style.OTHER_GUIDE)[list(guides).index(name) % 2]
+                    solid = {"linestyle": "-", "linewidth": 0.8} if list(guides)[0] != name else {}
+                    looks = GUIDE | solid
                 else:
-                    look = style.look(drawn_lines.index(name))
-                    look |= {} if joined else {"linestyle": "none"}
-                (drawn[name],) = axes.plot(xs, ys, **look)
+                    looks = look(drawn_lines.index(name))
+                    looks |= {} if joined else {"linestyle": "none"}
+                (drawn[name],) = axes.plot(xs, ys, **looks)
             axes.set_xlabel(xlabel)
             _scale(axes, log)
             axes.minorticks_off()
@@ -115,31 +118,6 @@ def lines(
         axes_of[0].set_ylabel(ylabel)
         _legend(figure, drawn)
     return figure
-
-
-def rows(panels: Mapping[str, np.ndarray], *, size: tuple[float, float] = (3.6, 2.2)) -> Plot:
-    """The values of each row of [num_rows, num_cols], with mean and one spread as a bar."""
-    with rc_context(style.settings()):
-        figure, axes_of = _grid(panels, size, 3)
-        for values, axes in zip(panels.values(), axes_of):
-            values = np.asarray(values, dtype=np.float64)
-            for row, of_row in enumerate(values):
-                color = style.look(row)["color"]
-                axes.plot(*_teeth(of_row, row + 0.04, row + 0.26), color=color, linewidth=0.7)
-                mean, spread = of_row.mean(), of_row.std()
-                bar = {"color": color, "marker": style.look(row)["marker"], "capsize": 3}
-                axes.errorbar([mean], [row - 0.18], xerr=[[spread], [spread]], **bar)
-            axes.set_yticks(range(len(values)), [f"row {row}" for row in range(len(values))])
-            axes.set_xlabel("value")
-        axes_of[0].invert_yaxis()
-    return figure
-
-
-def _teeth(xs: np.ndarray, low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
-    """A vertical line at each x, as one curve with gaps."""
-    gaps = np.full(len(xs), np.nan)
-    ys = np.tile([low, high, np.nan], len(xs))
-    return np.stack([xs, xs, gaps], axis=1).ravel(), ys
 
 
 def images(
@@ -160,13 +138,13 @@ def images(
     arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
     largest = max(np.nanmax(np.abs(values)) for values in arrays.values())
     low, high = limits or ((-largest, largest) if diverging else (0.0, largest))
-    with rc_context(style.settings() | {"axes.grid": False}):
+    with rc_context(STYLE | {"axes.grid": False}):
         are_alike = len({values.shape for values in arrays.values()}) == 1
         figure, axes_of = _grid(arrays, size, across, are_alike)
         for values, axes in zip(arrays.values(), axes_of):
             kind = "PuOr" if diverging else "Blues"
-            look = {"cmap": kind, "vmin": low, "vmax": high, "interpolation": "none"}
-            shown = axes.imshow(values, aspect="auto", **look)
+            looks = {"cmap": kind, "vmin": low, "vmax": high, "interpolation": "none"}
+            shown = axes.imshow(values, aspect="auto", **looks)
             axes.yaxis.get_major_locator().set_params(integer=True)
             if len(values) == 1:
                 axes.set_yticks([0])
@@ -186,16 +164,16 @@ def histograms(
     size: tuple[float, float] = (3.8, 2.6),
 ) -> Plot:
     """The share of values in each bin: title -> name -> values. limit: a vertical line."""
-    with rc_context(style.settings()):
+    with rc_context(STYLE):
         figure, axes_of = _grid(panels, size, 3)
         names = list(dict.fromkeys(name for each in panels.values() for name in each))
         drawn: dict[str, Any] = {}
         for named, axes in zip(panels.values(), axes_of):
             for name, values in named.items():
-                look = style.look(names.index(name))
+                looks = look(names.index(name))
                 count, _ = np.histogram(values, bins)
                 share = count / max(1, np.size(values))
-                kept = {key: look[key] for key in ("color", "linestyle")}
+                kept = {key: looks[key] for key in ("color", "linestyle")}
                 drawn[name] = axes.stairs(share, bins, **kept, linewidth=1.3)
             if limit is not None:
                 axes.axvline(limit, color="black", linewidth=1)
@@ -206,100 +184,13 @@ def histograms(
     return figure
 
 
-def combs(named: Mapping[str, np.ndarray], *, xlabel: str, log: bool = False) -> Plot:
-    """Values as teeth on a line for each name."""
-    with rc_context(style.settings() | {"axes.grid": False}):
-        figure = Plot(figsize=(7.6, 0.5 * len(named) + 0.7), layout="constrained")
-        axes = figure.subplots()
-        for at, values in enumerate(named.values()):
-            axes.plot(*_teeth(values, at - 0.35, at + 0.35), color=COLORS[at], linewidth=0.8)
-        axes.set_yticks(range(len(named)), list(named))
-        axes.invert_yaxis()
-        axes.set_xlabel(xlabel)
-        if log:
-            axes.set_xscale("log", base=2)
-    return figure
-
-
-def strategies(
-    devices: Sequence[str],
-    directions: Sequence[str] = ("forward", "backward"),
-    dtype: str = "bfloat16",
-    *,
-    widths: Sequence[int] = _ALL_WIDTHS,
-) -> Plot:
-    """Which strategy a row gets over its width: a bar for each GPU, a panel for each direction."""
-    colors = dict(zip(STRATEGIES, COLORS))
-    hatches = dict(zip(STRATEGIES, ("", "///", "\\\\\\", "xxx")))
-    with rc_context(style.settings() | {"hatch.linewidth": 0.4, "hatch.color": "white"}):
-        figure, axes_of = _grid(directions, (3.8, 0.38 * len(devices) + 1.1), 2)
-        for direction, axes in zip(directions, axes_of):
-            for at, device in enumerate(devices):
-                chosen = [
-                    plan(width, 4096, dtype, device=device, direction=direction).strategy
-                    for width in widths
-                ]
-                for name, first, last in _spans(widths, chosen):
-                    box = {"color": colors[name], "hatch": hatches[name], "linewidth": 0}
-                    axes.barh(at, last - first, left=first, height=0.7, **box)
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("num_cols")
-            axes.set_xlim(widths[0], widths[-1])
-            axes.set_yticks(range(len(devices)), devices)
-        axes_of[0].invert_yaxis()
-        patches = {
-            name: Patch(facecolor=colors[name], hatch=hatches[name], edgecolor="white")
-            for name in STRATEGIES
-        }
-        _legend(figure, patches)
-    return figure
-
-
-def _spans(widths: Sequence[int], chosen: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Runs of the same name: (name, first width, the width at which the next begins).
-
-    The last width only ends the last run.
-    """
-    spans: list[tuple[str, int, int]] = []
-    for at, name in enumerate(chosen[:-1]):
-        end = widths[at + 1]
-        if spans and spans[-1][0] == name:
-            spans[-1] = (name, spans[-1][1], end)
-        else:
-            spans.append((name, widths[at], end))
-    return spans
-
-
-def over_widths(
-    number: Callable[[Any], float],
-    device: str,
-    directions: Sequence[str] = ("forward", "backward"),
-    dtype: str = "bfloat16",
-    *,
-    ylabel: str = "",
-    widths: Sequence[int] = _ALL_WIDTHS,
-) -> Plot:
-    """A number of each width's plan: a marker and a colour for each strategy. number(plan)."""
-    panels: dict[str, dict[str, tuple[list, list]]] = {}
-    for direction in directions:
-        named: dict[str, tuple[list, list]] = {name: ([], []) for name in STRATEGIES}
-        for width in widths:
-            planned = plan(width, 4096, dtype, device=device, direction=direction)
-            xs, ys = named[planned.strategy]
-            xs.append(width)
-            ys.append(number(planned))
-        panels[f"{direction}, {device}"] = named
-    return lines(panels, xlabel="num_cols", ylabel=ylabel, log="xy", joined=False, size=(3.8, 2.6))
-
-
 def speeds(result: BenchResult, dtype: str = "bfloat16") -> Plot:
     """GB/s over num_cols of one dtype, as in the chart of the README. Odd widths are open."""
-    all_panels = panels_of(result).items()
-    panels = {title: each for title, each in all_panels if each[0].cell.dtype == dtype}
+    panels = {title: each for title, each in result.tables().items() if each[0].cell.dtype == dtype}
     if not panels:
-        dtypes = ", ".join(sorted({each[0].cell.dtype for _, each in all_panels}))
+        dtypes = ", ".join(sorted({each.cell.dtype for each in result.measurements}))
         raise ValueError(f"dtype is {dtype!r}; expected one of the benchmark's, {dtypes}")
-    with rc_context(style.settings()):
+    with rc_context(STYLE):
         figure, axes_of = _grid(panels, (4.2, 3.2), 2)
         drawn: dict[str, Any] = {}
         for measurements, axes in zip(panels.values(), axes_of):
@@ -311,40 +202,137 @@ def speeds(result: BenchResult, dtype: str = "bfloat16") -> Plot:
 
 
 def roofline(
-    peaks: tuple[float, float], points: Mapping[str, tuple[float, float]], *, copy: float
+    peaks: tuple[float, float],
+    points: Mapping[str, tuple[float, float]],
+    *,
+    copy: float | None = None,
 ) -> Plot:
-    """Measured operations a second over operations for each byte, under what a GPU can do.
+    """Operations a second over operations for each byte, under what a GPU can do.
 
     peaks: bytes and operations a second, of the data sheet. copy: bytes a second of a copy.
     points: name -> (operations for each byte, operations a second).
     """
-    bandwidth, most = peaks
     xs = np.geomspace(0.25, 256, 200)
+    roofs = {"data sheet": peaks[0]} | ({"a copy's bytes": copy} if copy else {})
     named: dict[str, Points] = {
-        "data sheet": (xs, np.minimum(xs * bandwidth, most)),
-        "a copy's bytes": (xs, np.minimum(xs * copy, most)),
+        name: (xs, np.minimum(xs * bandwidth, peaks[1])) for name, bandwidth in roofs.items()
     }
-    measured = {name: ([x], [y]) for name, (x, y) in points.items()}
+    named |= {name: ([x], [y]) for name, (x, y) in points.items()}
     labels = {"xlabel": "operations for each byte", "ylabel": "operations a second"}
-    kinds = {"log": "xy", "guides": list(named)[:2], "joined": False}
-    return lines({"": named | measured}, **labels, **kinds, size=(6.0, 3.4))
+    return lines({"": named}, **labels, log="xy", guides=list(roofs), joined=False, size=(6.0, 3.4))
 
 
-def before_after(
-    changes: Sequence[tuple[str, float, float]], *, xlabel: str, title: str = ""
-) -> Plot:
-    """An arrow for each change: (name, before, after). Blue: more; orange: less."""
-    with rc_context(style.settings()):
-        figure = Plot(figsize=(7.6, 0.3 * len(changes) + 1.0), layout="constrained")
+# Pictures of a trace.
+
+_MOST_PACKS = 1200  # in a picture
+_WAITS = {"block": "__syncthreads", "cluster": "the cluster", "mbarrier": "mbarrier"}
+_GREY = "#999999"
+
+
+def _shade(color: str, share: float) -> tuple[float, ...]:
+    """A colour mixed with white: share 0 is the colour itself, 1 is white."""
+    return tuple(part + (1 - part) * share for part in to_rgb(color))
+
+
+def _bare(height: float, title: str) -> tuple[Plot, Any]:
+    """A figure of one panel, without a grid. height: inches."""
+    with rc_context(STYLE | {"axes.grid": False}):
+        figure = Plot(figsize=(7.6, height), layout="constrained")
         axes = figure.subplots()
-        for at, (_, before, after) in enumerate(changes):
-            color = COLORS[0] if after > before else COLORS[5]
-            arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 1.6, "shrinkB": 0}
-            axes.annotate("", (after, at), (before, at), arrowprops=arrow)
-            axes.plot([before], [at], "o", markerfacecolor="white", color=color)
-            axes.plot([after], [at], "|", color=color, markersize=7)
-        axes.set_yticks(range(len(changes)), [name for name, _, _ in changes])
-        axes.invert_yaxis()
-        axes.set_xlabel(xlabel)
-        axes.set_title(title)
+        axes.set_title(title, loc="left")
+    return figure, axes
+
+
+def owners(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
+    """Which warp and lane touches which columns of a tensor's first rows.
+
+    A colour is a warp, counted over all blocks; the first lane is the darkest. Grey is copied
+    between global and shared memory as a whole.
+    """
+    _, address, array = trace.tensors[tensor]
+    num_rows, num_cols = array.shape if array.ndim == 2 else (1, array.size)
+    accesses = trace.accesses(launch)
+    own = accesses[accesses["tensor"] == list(trace.tensors).index(tensor)]
+    first = (own["address"] - np.uint64(address)).astype(np.int64) // array.itemsize
+    _, kept = np.unique(first, return_index=True)  # the first access to each pack
+    own, first = own[kept], first[kept]
+    last = first + np.maximum(1, own["num_bytes"].astype(np.int64) // array.itemsize) - 1
+    shown = max(1, min(num_rows, 8, _MOST_PACKS // max(1, int((first < num_cols).sum()))))
+    title = f"who owns which columns of {tensor}: warp (colour), lane (shade)"
+    figure, axes = _bare(0.25 * shown + 0.9, title)
+    warps_per_block = -(-trace.launches[launch].block_size // 32)
+    for row in range(shown):
+        start = row * num_cols
+        at = np.flatnonzero((last >= start) & (first < start + num_cols))[:_MOST_PACKS]
+        spans, colors = [], []
+        for block, thread, kind, low, high in zip(
+            own["block"][at],
+            own["thread"][at],
+            own["kind"][at],
+            first[at] - start,
+            last[at] - start,
+        ):
+            low, high = max(0, int(low)), min(num_cols, int(high) + 1)
+            spans.append((low, high - low))
+            warp = int(block) * warps_per_block + int(thread) // 32
+            color = _shade(COLORS[warp % 6], int(thread) % 32 / 31 * 0.75)
+            colors.append(_GREY if kind in trace.BULK else color)
+        axes.broken_barh(
+            spans, (row - 0.4, 0.8), facecolors=colors, edgecolor="white", linewidth=0.2
+        )
+    axes.set_yticks(range(shown), [f"row {row}" for row in range(shown)])
+    axes.set(xlim=(0, num_cols), ylim=(shown - 0.5, -0.5), xlabel=f"column, of {num_cols}")
+    return figure
+
+
+def lanes(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
+    """The first request of warp 0 to a tensor: the lanes above, the sectors that serve them below.
+
+    A warp that asks for 512 neighbouring bytes gets them in 16 sectors. Lanes that ask for bytes
+    far apart each need a sector of their own.
+    """
+    one = trace.first_request(tensor, launch)
+    sectors = one["address"].astype(np.int64) / trace.SECTOR_BYTES
+    last = (one["address"] + one["num_bytes"] - np.uint64(1)).astype(np.int64) // trace.SECTOR_BYTES
+    touched = sorted({each for a, b in zip(sectors, last) for each in range(int(a), int(b) + 1)})
+    num_bytes = int(one["num_bytes"].sum())
+    who = f"{len(one)} lanes ask for" if len(one) > 1 else "one thread asks for"
+    title = f"{who} {num_bytes} bytes of {tensor}: {len(touched)} sectors"
+    figure, axes = _bare(1.6, title)
+    scale = 32 / (touched[-1] - touched[0] + 1)
+    for thread, sector in zip(one["thread"], sectors):
+        lane = int(thread) % 32
+        axes.barh(1, 0.9, left=lane, height=0.3, color=_shade(COLORS[0], lane / 31 * 0.7))
+        there = (sector - touched[0]) * scale
+        axes.plot([lane + 0.45, there], [0.85, 0.15], color=_shade(COLORS[0], 0.4), linewidth=0.6)
+    for sector in touched:
+        left = (sector - touched[0]) * scale
+        axes.barh(0, 0.9 * scale, left=left, height=0.3, color=COLORS[1])
+    axes.set_yticks([0, 1], ["sectors of 32 bytes", "lanes"])
+    axes.set_xticks([])
+    return figure
+
+
+def waits(trace: Trace, launch: int = 0, block: int = 0) -> Plot:
+    """What each warp of a block waits for, step by step.
+
+    A step is a switch between threads on the CPU. The order is one of many that are allowed.
+    """
+    spans = trace.timeline(launch, block)
+    events = trace.events(launch)
+    clocks = events[events["block"] == block]["clock"]
+    num_warps = -(-trace.launches[launch].block_size // 32)
+    kinds = sorted({_WAITS.get(what, "lanes of the warp") for _, what, _, _ in spans})
+    colors = dict(zip(kinds, COLORS))
+    figure, axes = _bare(0.16 * num_warps + 1.0, f"what the warps of block {block} wait for")
+    axes.barh(range(num_warps), clocks.max() - clocks.min(), 0.7, clocks.min(), color="#dddddd")
+    for warp, what, first, end in spans:
+        color = colors[_WAITS.get(what, "lanes of the warp")]
+        axes.barh(warp, max(0.5, end - first), 0.7, first, color=color)
+    labels = range(0, num_warps, max(1, num_warps // 8))
+    axes.set_yticks(labels, [f"warp {warp}" for warp in labels])
+    axes.set(xlabel="step", ylim=(num_warps - 0.5, -0.5))
+    _legend(
+        figure, {name: Patch(color=color) for name, color in colors.items()} | {"": Patch(alpha=0)}
+    )
     return figure

@@ -1,30 +1,94 @@
-"""trace(): what every thread of a kernel reads, writes and waits for, recorded on the CPU."""
+"""trace(): what every thread of a kernel reads, writes and waits for, recorded on the CPU.
+
+The accesses of a warp's lanes to the same place of the code, the same time round, are one request,
+as on a GPU. Global memory is moved in sectors of 32 bytes; shared memory has 32 banks of 4 bytes.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..check.cases import NORMS, Case, random_problem
 from ..check.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
+from ..check.kernels import CpuMachine
 from ..check.run import run_kernels
+from ..gpu import on_cpu
 from ..norm.checks import names_what_was_removed
-from ..norm.plans import full_name, plan
 from ..norm.request import tile_of
 from ..plan.devices import Device
+from ..plan.dispatch import Plan
+from ..plan.instances import Launch
+from ..plan.plans import full_name, plan
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import StatisticsName, StrategyName
-from ..svg import Picture
 from ..table import as_html, as_text
-from . import pictures
 from .changes import Changes, changed_sources
-from .recording import BULK, KINDS, Recorder, Recording
-from .requests import Site, requests_of, sectors_of, sites_of, turns_of
 
+# trace::Event of cuda_src/on_cpu/cuda_on_cpu_trace.h.
+EVENT = np.dtype(
+    [
+        ("block", "u4"),
+        ("thread", "u4"),
+        ("kind", "u1"),
+        ("space", "u1"),
+        ("what", "u1"),
+        ("call", "u1"),
+        ("num_bytes", "u4"),
+        ("address", "u8"),
+        ("site", "u8"),
+        ("target_block", "u4"),
+        ("clock", "u4"),
+    ]
+)
+assert EVENT.itemsize == on_cpu.EVENT_BYTES
+KINDS = ("read", "write", "bulk_load", "send", "wait", "go_on", "arrive", "finish")
+SPACES = ("none", "global", "shared")
+WHATS = ("none", "warp", "block", "cluster", "mbarrier")
+CALLS = ("syncwarp", "shfl", "shfl_up", "shfl_down", "shfl_xor", "ballot")
+SECTOR_BYTES, NUM_BANKS = 32, 32
+_ALIGNMENT = 256  # of what GPUs allocate
+_ACCESSES = [KINDS.index(kind) for kind in ("read", "write", "bulk_load", "send")]
+BULK = [KINDS.index("bulk_load")]
 _WRITES = [KINDS.index(kind) for kind in ("write", "send")]
+_GLOBAL, _SHARED = SPACES.index("global"), SPACES.index("shared")
+
+
+class Tensor(NamedTuple):
+    """A tensor of the call. address: of its first byte."""
+
+    name: str
+    address: int
+    array: np.ndarray
+
+
+class Recorded(NamedTuple):
+    """One launch: its events, and the file and address from which its code was loaded."""
+
+    launch: Launch
+    events: np.ndarray
+    path: str
+    address: int
+
+
+class Site(NamedTuple):
+    """A place in the sources. lines: file:line of the access, and of the calls that led to it."""
+
+    lines: tuple[str, ...]
+
+    @property
+    def of_kernel(self) -> str:
+        """The line of the kernel itself, or else the outermost one."""
+        in_kernel = [line for line in self.lines if ".cu:" in line]
+        return in_kernel[-1] if in_kernel else (self.lines or ("?",))[-1]
+
+    def __str__(self) -> str:
+        return " < ".join(self.lines) or "?"
 
 
 class Requests(NamedTuple):
@@ -47,7 +111,7 @@ class Requests(NamedTuple):
     least: int
 
 
-class Trace(Recording):
+class Trace:
     """What trace() recorded. Prints as a table; in Jupyter also as pictures.
 
     Examples:
@@ -58,6 +122,67 @@ class Trace(Recording):
 
     plan: of the call. tensors: by name. launches: their kernels, in order.
     """
+
+    SECTOR_BYTES, BULK = SECTOR_BYTES, BULK
+
+    def __init__(self, plan: Plan, tensors: dict[str, Tensor], recorded: list[Recorded]) -> None:
+        self.plan, self.tensors, self._recorded = plan, tensors, recorded
+        self.launches = [each.launch for each in recorded]
+
+    def events(self, launch: int = 0) -> np.ndarray:
+        """All events of a launch in the order in which they happened (EVENT)."""
+        return self._recorded[launch].events
+
+    def accesses(self, launch: int = 0) -> np.ndarray:
+        """Accesses to tensors and to shared memory, with the index of the tensor in `tensor`.
+
+        tensor: -1 for shared memory. A bulk copy has two: one of each memory.
+        """
+        events = self._recorded[launch].events
+        events = events[np.isin(events["kind"], _ACCESSES)]
+        tensor = self._tensor_of(events)
+        return _with_field(events, "tensor", tensor)[(tensor >= 0) | (events["space"] == _SHARED)]
+
+    def _tensor_of(self, events: np.ndarray) -> np.ndarray:
+        tensor = np.full(len(events), -1)
+        for index, (_, address, array) in enumerate(self.tensors.values()):
+            inside = (events["address"] >= address) & (events["address"] < address + array.nbytes)
+            tensor[inside & (events["space"] == _GLOBAL)] = index
+        return tensor
+
+    def first_request(self, tensor: str, launch: int = 0) -> np.ndarray:
+        """The accesses of the first request of warp 0 to a tensor, by thread."""
+        accesses = self.accesses(launch)
+        own = accesses[accesses["tensor"] == list(self.tensors).index(tensor)]
+        request = requests_of(own)
+        one = own[request == request[0]]
+        return one[np.argsort(one["thread"], kind="stable")]
+
+    def timeline(self, launch: int = 0, block: int = 0) -> list[tuple[int, str, int, int]]:
+        """What the warps of a block wait for: (warp, what, first step, last step).
+
+        Steps are switches between threads in the order that this run drew, not nanoseconds.
+        what: "block", "cluster", "mbarrier", or a call of the warp such as shfl_xor.
+        """
+        events = self._recorded[launch].events
+        events = events[events["block"] == block]
+        waits: dict[tuple, list[list[int]]] = {}
+        for event in events[np.isin(events["kind"], [KINDS.index("wait"), KINDS.index("go_on")])]:
+            what = WHATS[event["what"]]
+            what = CALLS[event["call"]] if what == "warp" else what
+            thread, clock = int(event["thread"]), int(event["clock"])
+            if KINDS[event["kind"]] == "wait":
+                waits.setdefault((thread, what), []).append([clock, clock])
+            else:
+                waits[thread, what][-1][1] = clock
+        # The nth wait of a warp begins with its first lane and ends with its last.
+        spans: dict[tuple[int, str, int], tuple[int, int]] = {}
+        for (thread, what), each in waits.items():
+            for ordinal, (first, last) in enumerate(each):
+                key = (thread // 32, what, ordinal)
+                before = spans.get(key, (first, last))
+                spans[key] = (min(before[0], first), max(before[1], last))
+        return sorted((warp, what, *span) for (warp, what, _), span in spans.items())
 
     @functools.cached_property
     def bytes(self) -> dict[str, tuple[int, int]]:
@@ -89,7 +214,7 @@ class Trace(Recording):
             request = requests_of(accesses)
             keys = np.stack([accesses["site"], accesses["tensor"] % len(names)], axis=1)
             places, place = np.unique(keys, axis=0, return_inverse=True)
-            sites = sites_of(recorded.kernel, places[:, 0])
+            sites = sites_of(recorded, places[:, 0])
             place = place.reshape(-1)
             for index, (_, tensor) in enumerate(places):
                 own = place == index
@@ -133,20 +258,170 @@ class Trace(Recording):
         rows += [(*key[1:], *(f"{number:,}" for number in counts)) for key, counts in sums.items()]
         return rows
 
-    def owners(self, tensor: str = "x", launch: int = 0) -> Picture:
-        """A picture of which warp and lane touches which columns of a tensor."""
-        return pictures.owners(self, tensor, launch)
+    __repr__ = __str__
 
-    def lanes(self, tensor: str = "x", launch: int = 0) -> Picture:
-        """A picture of one request of a warp, and of the sectors that serve it."""
-        return pictures.lanes(self, tensor, launch)
+    def owners(self, tensor: str = "x", launch: int = 0) -> Any:
+        """A plot of which warp and lane touches which columns of a tensor."""
+        from . import plots
 
-    def waits(self, launch: int = 0, block: int = 0) -> Picture:
-        """A picture of what the warps of a block wait for."""
-        return pictures.timeline(self, launch, block)
+        return plots.owners(self, tensor, launch)
+
+    def lanes(self, tensor: str = "x", launch: int = 0) -> Any:
+        """A plot of one request of a warp, and of the sectors that serve it."""
+        from . import plots
+
+        return plots.lanes(self, tensor, launch)
+
+    def waits(self, launch: int = 0, block: int = 0) -> Any:
+        """A plot of what the warps of a block wait for."""
+        from . import plots
+
+        return plots.waits(self, launch, block)
 
     def _repr_html_(self) -> str:
-        return f"{self.owners()}<br>{self.waits()}{as_html(self._request_rows())}"
+        return f"{drawn(self.owners)}<br>{drawn(self.waits)}{as_html(self._request_rows())}"
+
+
+def drawn(plot: Callable[[], Any]) -> str:
+    """A plot as SVG for a page, or what it takes to see it."""
+    try:
+        return plot()._repr_svg_()
+    except ImportError:
+        return "<p>With matplotlib there is a picture here: pip install matplotlib</p>"
+
+
+def requests_of(accesses: np.ndarray) -> np.ndarray:
+    """The number of each access's request. A bulk copy is a request of its own."""
+    fields = ("block", "thread", "site", "space")
+    order = np.lexsort([accesses[name] for name in fields])
+    ordered = accesses[order]
+    changes = np.zeros(len(accesses), bool)
+    for name in fields:
+        changes[1:] |= ordered[name][1:] != ordered[name][:-1]
+    places = np.arange(len(accesses))
+    first = np.maximum.accumulate(np.where(changes, places, 0))
+    ordinal = np.empty(len(accesses), np.int64)
+    ordinal[order] = places - first
+    thread = accesses["thread"].astype(np.int64)
+    lane = np.where(np.isin(accesses["kind"], BULK), thread, thread // 32)
+    keys = [accesses["block"], lane, accesses["site"], accesses["space"], ordinal]
+    keys = np.stack([np.asarray(key).astype(np.uint64) for key in keys], axis=1)
+    return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def sectors_of(accesses: np.ndarray, request: np.ndarray) -> tuple[int, int]:
+    """Sectors that the requests move, and the fewest for so many different bytes."""
+    moved = least = 0
+    for own in _by_request(accesses, request):
+        moved += len(_units(own, SECTOR_BYTES))
+        least += -(-len(_units(own, 1)) // SECTOR_BYTES)
+    return moved, least
+
+
+def turns_of(accesses: np.ndarray, request: np.ndarray) -> tuple[int, int]:
+    """Turns in which the banks serve the requests, and the fewest for so many different words.
+
+    Lanes that read one word share it. A request of more than 128 bytes takes several turns.
+    """
+    moved = least = 0
+    for own in _by_request(accesses, request):
+        words = _units(own, 4)
+        if np.isin(own["kind"][0], BULK):
+            moved += -(-len(words) // NUM_BANKS)
+        else:
+            moved += int(np.bincount((words % NUM_BANKS).astype(np.int64)).max())
+        least += -(-len(words) // NUM_BANKS)
+    return moved, least
+
+
+def _by_request(accesses: np.ndarray, request: np.ndarray) -> list[np.ndarray]:
+    order = np.argsort(request, kind="stable")
+    cuts = np.flatnonzero(np.diff(request[order])) + 1
+    return np.split(accesses[order], cuts)
+
+
+def _units(accesses: np.ndarray, size: int) -> np.ndarray:
+    """The different units of so many bytes that the accesses touch."""
+    first = accesses["address"] // np.uint64(size)
+    last = (accesses["address"] + accesses["num_bytes"] - np.uint64(1)) // np.uint64(size)
+    most = int((last - first).max()) + 1
+    units = first[:, None] + np.arange(most, dtype=np.uint64)
+    return np.unique(units[units <= last[:, None]])
+
+
+def sites_of(recorded: Recorded, addresses: np.ndarray) -> list[Site]:
+    """The lines of addresses in the kernel's code, as binutils' addr2line reports them."""
+    # An address is where the call returns to: the byte before belongs to the call.
+    offsets = [hex(int(address) - recorded.address - 1) for address in addresses]
+    try:
+        command = ["addr2line", "-e", recorded.path, "-i", "-a"]
+        ran = subprocess.run(command, input="\n".join(offsets), capture_output=True, text=True)
+    except FileNotFoundError:
+        return [Site(()) for _ in addresses]
+    sites: list[list[str]] = []
+    for line in ran.stdout.splitlines():
+        if line.startswith("0x"):
+            sites.append([])
+        elif not line.startswith("?"):
+            path, _, number = line.partition(" ")[0].rpartition(":")
+            sites[-1].append(f"{path.rpartition('/')[2]}:{number}")
+    return [Site(tuple(lines)) for lines in sites]
+
+
+class Recorder(CpuMachine):
+    """Records the launches of one direction. Tensors are aligned as a GPU aligns them."""
+
+    def __init__(
+        self, device: Device, direction: str, seed: int = 0, folder: Path | None = None
+    ) -> None:
+        super().__init__(device, seed, folder=folder)
+        self.direction = direction
+        self.recorded: list[Recorded] = []
+        self.tensors: dict[str, Tensor] = {}
+        self._named: dict[str, Tensor] = {}  # of the call that comes next
+        self._arrays: dict[int, np.ndarray] = {}  # by their addresses
+
+    def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+        first = -memory.ctypes.data % _ALIGNMENT
+        array = memory[first : first + num_bytes].view(dtype).reshape(shape)
+        self._arrays[array.ctypes.data] = array
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, int]:
+        like, _ = super().empty(shape, dtype)
+        return self.put(like)
+
+    def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
+        mine = self._new(array.shape, array.dtype)
+        mine[...] = array
+        return mine, mine.ctypes.data
+
+    def name_tensors(self, addresses: Mapping[str, int]) -> None:
+        there = {name: address for name, address in addresses.items() if address in self._arrays}
+        self._named = {name: Tensor(name, at, self._arrays[at]) for name, at in there.items()}
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        kernel = kernel_launch.kernel
+        if not kernel.source.startswith(self.direction):
+            super().launch(kernel_launch, words)
+            return
+        self.tensors |= self._named
+        names = (kernel.source, kernel.name_expression)
+        instance = on_cpu.kernel(*names, folder=self.folder, traced=True, functors=kernel.functors)
+        self.run(instance, kernel_launch, words)
+        events = np.frombuffer(instance.take_trace(), EVENT)
+        path, address = str(instance.path), instance.first_address()
+        self.recorded.append(Recorded(kernel_launch, events, path, address))
+
+
+def _with_field(array: np.ndarray, name: str, values: np.ndarray) -> np.ndarray:
+    wider = np.empty(len(array), [*array.dtype.descr, (name, "i4")])
+    for field in array.dtype.names:
+        wider[field] = array[field]
+    wider[name] = values
+    return wider
 
 
 @names_what_was_removed

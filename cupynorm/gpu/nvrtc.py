@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..plan.functors import FunctorError
+from ..plan.functor_text import FunctorError
 from ..plan.instances import Kernel
 from .source_files import include_options, source_files
 

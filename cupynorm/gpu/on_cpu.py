@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ..plan.functors import FunctorError
+from ..plan.functor_text import FunctorError
 from ..plan.instances import Kernel
 from .private_folder import cache_folder, is_private, locked
 from .source_files import cuda_src, include_options, source_files

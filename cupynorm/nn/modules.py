@@ -7,11 +7,12 @@ cupynorm's forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Proxy
 
+from ..functional import layer_norm, rms_norm
 from ..gpu import arrays
 from ..norm.checks import bind_functors, extents_of, names_what_was_removed, refuse_keywords
 from ..norm.quantized import QuantizedTensor
@@ -23,19 +24,18 @@ from ..norm.request import (
     Quantization,
     checked_launch,
 )
-from ..plan.functors import BoundFunctor, Functors, Fuse
-from . import amaxes, autocast, fp8, wrapped
-from .autograd import layer_norm, normalize, rms_norm
-from .dtypes import name_of
-from .modes import is_recorded, is_transformed, learns_shapes, run_untraced
+from ..plan.functor_text import BoundFunctor, Functors, Fuse
+from . import autograd, by_torch, scales
+from .modes import is_recorded, is_transformed, learns_shapes, name_of, run_untraced
 from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
-from .second_names import either
+from .scales import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 torch.fx.wrap("_without_dropout")
 torch.fx.wrap("_as_recorded")
+torch.fx.wrap("_keeping_y")
 
 # Keywords beyond torch.nn's, with their defaults.
 EXTRAS = {
@@ -48,21 +48,18 @@ EXTRAS = {
 }
 
 
-class _Step(NamedTuple):
-    """What DelayedScaling gives a call; None with other recipes.
+def calls_the_norm(module: torch.nn.Module, arguments: tuple) -> None:
+    """A hook before forward, which does nothing.
 
-    scale: of y. amax: where the kernel puts that of y; None where the region's step does not count.
+    In eval mode torch.nn.TransformerEncoderLayer may read weight and eps of its norms and not call
+    them. It calls modules with hooks.
     """
-
-    scales: fp8.Scales | None
-    scale: torch.Tensor | None
-    amax: torch.Tensor | None
 
 
 class Norm(torch.nn.Module):
     """What LayerNorm and RMSNorm have beyond torch's: more options, forward, and 8 bits.
 
-    _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for amaxes.py.
+    _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for scales.py.
     """
 
     _centered: bool
@@ -72,7 +69,7 @@ class Norm(torch.nn.Module):
     memory_efficient: bool
     fp8_state: bool = False
     launch: Launch | None = None
-    _fp8_scales: fp8.Scales | None = None
+    _fp8_scales: scales.Scales | None = None
 
     def _set_extras(self, *values: object) -> None:
         """values: in the order of EXTRAS.
@@ -82,7 +79,7 @@ class Norm(torch.nn.Module):
         for name, value in zip(EXTRAS, values, strict=True):
             setattr(self, name, value)
         checked_launch(self.launch)
-        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
+        self._fp8_slot = scales.new_slot(type(self).__qualname__)
 
     def reset_parameters(self) -> None:
         """Sets weight to 1, or to 0 with zero_centered_gamma, and bias to 0.
@@ -92,6 +89,8 @@ class Norm(torch.nn.Module):
         super().reset_parameters()
         if self.zero_centered_gamma and self.weight is not None:
             torch.nn.init.zeros_(self.weight)
+            if not self._forward_pre_hooks:  # it is reset for the first time
+                self.register_forward_pre_hook(calls_the_norm)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
@@ -133,6 +132,13 @@ class Norm(torch.nn.Module):
         elif fp8_output:
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
+        if self.memory_efficient:
+            bias = self._parameter("bias") if self._centered else None
+            tensors = input, self._parameter("weight"), bias, residual
+            numerics = self.eps, self.zero_centered_gamma, self.round_x_hat
+            options = (*numerics, None, None, fuse, self.launch, True)
+            shape = self.normalized_shape
+            return _keeping_y(self._centered, shape, tensors, options, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -147,19 +153,22 @@ class Norm(torch.nn.Module):
             round_x_hat=self.round_x_hat,
             fuse=fuse,
             launch=self.launch,
-            memory_efficient=self.memory_efficient,
         )
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
+        self._fp8_slot = scales.new_slot(type(self).__qualname__)
         self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        fp8.complete(self, state_dict, prefix)
+        scales.complete(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+    def _get_name(self) -> str:
+        """What print(model) shows."""
+        return f"cupynorm.{type(self).__name__}"
 
     def extra_repr(self) -> str:
         values = {name: getattr(self, name) for name in EXTRAS}
@@ -168,26 +177,19 @@ class Norm(torch.nn.Module):
 
     def _move_scales(self, function: Callable) -> None:
         if self._fp8_scales is not None:
-            self._fp8_scales = fp8.moved(self._fp8_scales, function)
+            self._fp8_scales = scales.moved(self._fp8_scales, function)
 
     def get_extra_state(self) -> torch.Tensor:
         """The scale of y as bytes, without pickle; an empty uint8 tensor where there is none."""
-        return fp8.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
+        return scales.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes what get_extra_state returned.
+        """Takes what get_extra_state returned. Without a state, the next step is the first.
 
-        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
+        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored. Raises
+        TypeError or ValueError for what no module saves.
         """
-        self._load_scales(fp8.unpack(state) if fp8.is_packed(state) else {})
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
-            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
-
-    def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Takes what fp8.unpack returned. Without a state, the next step is the first."""
+        states = scales.unpack(state, warns=False)
         if not states:
             self._fp8_scales = None
             return
@@ -198,8 +200,13 @@ class Norm(torch.nn.Module):
             )
         ((scale, amax_history),) = states.values()
         if self._fp8_scales is None:
-            self._fp8_scales = fp8.Scales((E4M3,), len(amax_history), scale.device)
+            self._fp8_scales = scales.Scales((E4M3,), len(amax_history), scale.device)
         self._fp8_scales.load(scale, amax_history)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
+            del destination[f"{prefix}{scales.EXTRA_STATE}"]
 
     def _forward_in_fp8(
         self,
@@ -209,7 +216,7 @@ class Norm(torch.nn.Module):
         functors: Functors | None,
     ) -> Any:
         """The call with fp8_output."""
-        region = autocast.kept(autocast.active)
+        region = scales.kept(scales.active)
         if region is None:
             raise ValueError(
                 "fp8_output is True outside of fp8_autocast; "
@@ -222,22 +229,30 @@ class Norm(torch.nn.Module):
                 "torch.export or make_fx was asked to record a norm with fp8_output=True; expected "
                 "fp8_output=False"
             )
-        is_sharded = wrapped.is_any_dtensor(input)
+        is_sharded = by_torch.is_any_dtensor(input)
         if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
-        autocast.check_checkpoint(region)
-        step = self._begin_step(region.recipe, input.device)
+        scales.check_checkpoint(region)
+        recipe, kept, scale, amax = region.recipe, None, None, None
+        if isinstance(recipe, DelayedScaling):  # changes nothing yet: the call may be refused
+            scales.check_is_no_replica(self)
+            keeps = torch.is_grad_enabled() and not scales.runs_again() and not learns_shapes()
+            kept = scales.scales_for(
+                self._fp8_scales, (E4M3,), recipe, input.device, keeps_amaxes=keeps
+            )
+            scale = scales.kept(kept.scale.clone) if scales.runs else kept.scale
+            amax = kept.amax(0) if keeps else None
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
         transpose = torch.is_grad_enabled() and not is_sharded
-        quantization = _quantization_of(region.recipe, transpose)
+        quantization = _quantization_of(recipe, transpose)
         norm_operands = ForwardOperands(
             input,
             self._parameter("weight"),
             self._parameter("bias") if self._centered else None,
             residual,
-            scale=step.scale,
-            amax=step.amax,
+            scale=scale,
+            amax=amax,
             functors=functors,
         )
         norm_options = ForwardOptions(
@@ -251,24 +266,12 @@ class Norm(torch.nn.Module):
             quantization=quantization,
             launch=self.launch,
         )
-        y, added = normalize(ForwardRequest(norm_operands, norm_options))
-        if step.scales is not None:
-            self._fp8_scales = step.scales
-        if step.amax is not None:
-            used = autocast.UsedScales(step.scales, region.recipe, region.group)
-            region.used[self._fp8_slot, 0] = used
+        y, added = autograd.normalize(ForwardRequest(norm_operands, norm_options))
+        if kept is not None:
+            self._fp8_scales = kept
+        if amax is not None:
+            region.used[self._fp8_slot, 0] = scales.UsedScales(kept, recipe, region.group)
         return (y, added) if return_residual else y
-
-    def _begin_step(self, recipe: Recipe, device: torch.device) -> _Step:
-        """Changes nothing yet, because the call may be refused."""
-        if not isinstance(recipe, DelayedScaling):
-            return _Step(None, None, None)
-        fp8.check_is_no_replica(self)
-        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not learns_shapes()
-        dtypes = recipe.fp8_format.value[:1]
-        scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps)
-        scale = autocast.kept(scales.scale.clone) if autocast.runs else scales.scale
-        return _Step(scales, scale, scales.amax(0) if keeps else None)
 
 
 class LayerNorm(Norm, torch.nn.LayerNorm):
@@ -423,6 +426,11 @@ def _as_recorded(fuse: Fuse, fp8_output: bool, unknown: Mapping[str, Any]) -> Fu
             "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
         )
     return fuse
+
+
+def _keeping_y(*arguments: Any) -> Any:
+    """The norm, of which autograd keeps y and not the normalised row."""
+    return autograd.norm(*arguments)
 
 
 def _check_order(**arguments: object) -> None:

@@ -16,10 +16,9 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
 from ..plan.devices import Device
-from ..plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
+from ..plan.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from ..plan.problem import ceil_div, cols_of_scale
 from ..reference import fp8
-from ..svg import COLORS, Picture
 from ..table import pairs_as_html
 from .arguments import (
     Address,
@@ -126,7 +125,7 @@ class QuantizedTensor:
         if self.format == "int8":  # -128 counts as -127
             counts[1] = np.append(0, counts[1, :0:-1]) + np.append(np.zeros(127, int), counts[1, 0])
         counts = counts.sum(0)
-        picture, facts = histogram(counts, self.format)
+        facts = range_facts(counts, self.format)
         where = "one" if self.block_rows is None else " x ".join(map(str, self.scale_inv.shape))
         of_blocks = f", each of {self.block_rows} x {self.block_cols}" if self.block_rows else ""
         pairs = [
@@ -136,7 +135,7 @@ class QuantizedTensor:
             ("scale_inv", f"{where}{of_blocks}"),
             ("transposed", "no" if self.transposed is None else "yes"),
         ]
-        return pairs_as_html([*pairs, *facts]) + str(picture)
+        return pairs_as_html([*pairs, *facts])
 
 
 def _on_host(data: Array) -> np.ndarray:
@@ -146,28 +145,13 @@ def _on_host(data: Array) -> np.ndarray:
     return data.get() if arrays.is_cupy(data) else data
 
 
-def histogram(counts: np.ndarray, format: str) -> tuple[Picture, list[tuple[str, str]]]:
-    """How often each magnitude occurs, as a picture, and what stands out.
-
-    counts: [128], of the bits without the sign.
-    """
+def range_facts(counts: np.ndarray, format: str) -> list[tuple[str, str]]:
+    """How the range of a format is used. counts: [128], of the bits without the sign."""
     largest = {"float8_e4m3fn": 0x7E, "float8_e5m2": 0x7B, "int8": 0x7F}[format]
     total = max(1, int(counts.sum()))
     shares = {"0": counts[0], "the largest value": counts[largest]}
     shares["infinity or NaN"] = counts[largest + 1 :].sum()
-    facts = [(name, f"{count:,} ({count / total:.2%})") for name, count in shares.items()]
-    picture = Picture(540, f"how often each magnitude of {format} occurs")
-    picture.text(
-        0, 12, "elements by magnitude, the smallest on the left; orange: 0 and the largest"
-    )
-    most = max(1, int(counts.max()))
-    for bits, count in enumerate(counts):
-        height = 60 * int(count) / most
-        color = COLORS[1] if bits in (0, largest) else COLORS[0]
-        hint = f"bits 0x{bits:02x}: {count:,}"
-        picture.rectangle(4 * bits, 80 - height, (3.4, height), color, hint)
-    picture.line((0, 80), (512, 80))
-    return picture, facts
+    return [(name, f"{count:,} ({count / total:.2%})") for name, count in shares.items()]
 
 
 def _values_of_bits(quantized: QuantizedTensor) -> Array:
@@ -486,7 +470,7 @@ def sum_words(partials_shape: tuple[int, int]) -> Words:
 def update_scales(
     scale: Array, history: Array, largest: Array, factor: float, *, most_recent: bool
 ) -> None:
-    """The end of a step of delayed scaling, in place, by one launch: what cupynorm.nn.fp8.updated
+    """The end of a step of delayed scaling, in place, by one launch: what nn/scales.py's updated
     gives.
 
     scale, largest: [num_tensors]; history: [num_steps, num_tensors]; all float32, contiguous, on a

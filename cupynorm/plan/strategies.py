@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .abilities import streamed
 from .devices import Device
-from .paths import (
+from .model import (
     ENOUGH_BYTES,
     block_tile,
     bundle_tile,
@@ -20,6 +19,7 @@ from .paths import (
     lanes_tile,
     ring_tile,
     smem_tile,
+    streamed,
     uncached_tile,
 )
 from .problem import Problem, Tile
@@ -33,6 +33,10 @@ _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 5
 # The widest row of a ring in one block, in columns. A cluster uses its registers better for wider
 # rows, and forward for single elements, whose parameters take a register each.
 _COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
+
+
+def _never(problem: Problem, device: Device, tile: Tile) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Strategy:
     kept_in: str
     tile: Callable[[Problem, Device], Tile | None]
     first_capability: int = 0
-    later_is_faster: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
+    later_is_faster: Callable[[Problem, Device, Tile], bool] = _never
 
 
 def _ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
@@ -102,7 +106,7 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 def _is_slower_than_cluster(problem: Problem, device: Device, tile: Tile) -> bool:
     """Whether a ring in a cluster beats a ring, or registers, in one block."""
     is_for_ring = tile.path == "ring" or _ring_is_faster(problem, tile)
-    if not is_for_ring or _ring_in_block_is_faster(problem):
+    if not is_for_ring or (tile.path == "ring" and _ring_in_block_is_faster(problem)):
         return False
     return ring_tile(problem, device, _cluster_sizes(device)) is not None
 

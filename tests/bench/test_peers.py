@@ -1,92 +1,62 @@
-"""Peers: why one cannot run, problems that it does not support, and calls of its API.
+"""Peers: what each lacks, and calls of its API.
 
 The libraries are not here. Stand-ins with the signatures of the real functions compute with torch
 on the CPU: an argument in the wrong place gives a wrong result.
 """
 
+import importlib
 import importlib.metadata
 import sys
 from types import ModuleType
 
 import pytest
-from cupynorm.bench.runners import prepare_torch
-from cupynorm.bench.tensors import Tensors
+
+pytest.importorskip("torch")
+import torch
 
 from cupynorm.bench import peers
-from cupynorm.bench.cells import EPS, Cell
-from cupynorm.bench.peers import PEERS, Peer, missing
+from cupynorm.bench.cells import EPS, FORMATS, Cell, LinearCell
+from cupynorm.bench.peers import PEERS, Peer, missing, prepare
+from cupynorm.bench.truth import tensors_of
 
-torch = pytest.importorskip("torch")
 functional = torch.nn.functional
-
-
-# Libraries that can run.
-
-
-@pytest.fixture(autouse=True)
-def asked_afresh():
-    missing.cache_clear()
-    yield
-    missing.cache_clear()
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_error_of_a_peer_without_its_library(monkeypatch, name):
-    def absent(module):
-        raise ImportError(f"No module named {module!r}\nand more")
-
-    monkeypatch.setattr(importlib, "import_module", absent)
-    expected = (
-        None if name == "cupynorm" else "torch could not be imported (No module named 'torch')"
-    )
-    assert missing(name) == expected
+NORMS = ("layer_norm", "rms_norm")
 
 
 def test_a_peer_that_is_not_here_names_its_module(monkeypatch):
-    monkeypatch.setitem(PEERS, "nobody", Peer("no-such-package", None, ("no_such_module.ops",)))
-    assert (
-        missing("nobody")
-        == "no_such_module.ops could not be imported (No module named 'no_such_module')"
-    )
-    assert peers.version("nobody") is None and peers.version("torch") == importlib.metadata.version(
-        "torch"
-    )
+    monkeypatch.setitem(PEERS, "nobody", Peer("no-such-package", needs=("no_such_module.ops",)))
+    missing.cache_clear()
+    sentence = "no_such_module.ops could not be imported (No module named 'no_such_module')"
+    assert missing("nobody") == sentence and missing("cupynorm") is None
+    if not torch.cuda.is_available():
+        assert missing("torch") == f"torch {torch.__version__} finds no GPU"
+    assert peers.version("nobody") is None
+    assert peers.version("torch") == importlib.metadata.version("torch")
+    missing.cache_clear()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_error_of_a_peer_without_a_gpu():
-    assert missing("torch") == f"torch {torch.__version__} finds no GPU"
-
-
-def test_reasons_of_peers_that_cannot_run():
-    for name, cell, sentence in (
-        ("tutorial", Cell("rms_norm", "forward", "float32", 1, 8), "it has no rms_norm"),
-        ("flashinfer", Cell("rms_norm", "both", "float32", 1, 8), "it has no backward"),
-        (
-            "torch",
-            Cell("rms_norm", "forward", "float32", 1, 8, zero_centered=True),
-            "its rms_norm has no zero_centered",
-        ),
+@pytest.mark.parametrize(
+    "name, norm, options, sentence",
+    [
+        ("torch", "rms_norm", {"zero_centered": True}, "its rms_norm has no zero_centered"),
+        ("quack", "layer_norm", {"residual": True}, "its layer_norm has no residual"),
         (
             "quack",
-            Cell("layer_norm", "forward", "float32", 1, 8, residual=True),
-            "its layer_norm has no residual",
-        ),
-        (
-            "quack",
-            Cell("rms_norm", "forward", "float32", 1, 8, out_dtype="float8_e5m2", scale="row"),
+            "rms_norm",
+            {"out_dtype": "float8_e5m2", "scale": "row"},
             "its rms_norm has no scale",
         ),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            prepare_torch(name, cell, None)
-    with pytest.raises(ValueError, match="it has no backward"):
-        prepare_torch("flashinfer", Cell("rms_norm", "forward", "float32", 1, 8), None, record=True)
+    ],
+)
+def test_what_a_library_lacks_is_not_emulated(name, norm, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        prepare(name, Cell(norm, "forward", "float32", 1, 8, **options), None)
 
 
-def test_a_fault_is_one_line():
-    assert peers.fault("liger", RuntimeError(" one\ntwo")) == "liger could not run: one"
-    assert peers.fault("liger", ValueError()) == "liger could not run: ValueError"
+@pytest.mark.parametrize("text", ["fast: pack_size 8", "block", "block: pack_size 8", "torch"])
+def test_text_that_is_no_tile_is_refused(text):
+    with pytest.raises(ValueError, match="tile is .*expected"):
+        peers.options_of(text)
 
 
 # Calls.
@@ -171,226 +141,121 @@ def _cudnn():
     return {"cudnn.ops.norm": {"layer_norm": layer_norm, "rms_norm": rms_norm}}
 
 
-def _flash_attn():
-    def layer_norm_fn(
-        x,
-        weight,
-        bias,
-        residual=None,
-        x1=None,
-        weight1=None,
-        bias1=None,
-        eps=1e-6,
-        dropout_p=0.0,
-        rowscale=None,
-        prenorm=False,
-    ):
-        added = x if residual is None else x + residual
-        y = (
-            rms(added, weight, eps)
-            if bias is None
-            else functional.layer_norm(added, weight.shape, weight, bias, eps)
-        )
-        return (y, added) if prenorm else y
-
-    return {
-        "flash_attn.ops.triton.layer_norm": {
-            "layer_norm_fn": layer_norm_fn,
-            "rms_norm_fn": layer_norm_fn,
-        }
-    }
-
-
-def _apex():
-    def fused_layer_norm_affine(
-        input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False
-    ):
-        return functional.layer_norm(input, normalized_shape, weight, bias, eps)
-
-    def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
-        return functional.rms_norm(input, normalized_shape, weight, eps)
-
-    class FastLayerNorm(torch.nn.Module):
-        def __init__(self, hidden_size, eps=1e-5):
-            super().__init__()
-            self.eps = eps
-            self.weight, self.bias = (
-                torch.nn.Parameter(torch.zeros(hidden_size)) for _ in range(2)
-            )
-
-        def forward(self, x):
-            return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-    functions = {
-        "fused_layer_norm_affine": fused_layer_norm_affine,
-        "fused_rms_norm_affine": fused_rms_norm_affine,
-    }
-    return {
-        "apex.normalization.fused_layer_norm": functions,
-        "apex.contrib.layer_norm": {"FastLayerNorm": FastLayerNorm},
-    }
-
-
-def _transformer_engine():
-    class LayerNorm(torch.nn.Module):
-        def __init__(self, normalized_shape, *, eps=1e-5, dtype=None, zero_centered_gamma=False):
-            super().__init__()
-            self.eps, self.offset = eps, float(zero_centered_gamma)
-            self.weight, self.bias = (
-                torch.nn.Parameter(torch.zeros(normalized_shape, dtype=dtype)) for _ in range(2)
-            )
-
-        def forward(self, x):
-            return functional.layer_norm(
-                x, self.weight.shape, self.weight + self.offset, self.bias, self.eps
-            )
-
-    class RMSNorm(LayerNorm):
-        def forward(self, x):
-            return rms(x, self.weight, self.eps, self.offset)
-
-    return {"transformer_engine.pytorch": {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}}
-
-
-def _flashinfer():
-    def layernorm(input, gemma, beta, eps=1e-6):
-        return functional.layer_norm(input, gemma.shape, gemma, beta, eps)
-
-    def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
-        return rms(input, weight, eps)
-
-    return {"flashinfer.norm": {"layernorm": layernorm, "rmsnorm": rmsnorm}}
-
-
-STAND_INS = [_liger, _quack, _cudnn, _flash_attn, _apex, _transformer_engine, _flashinfer]
-
-
 @pytest.fixture
 def stand_ins(monkeypatch):
-    for library in STAND_INS:
+    for library in (_liger, _quack, _cudnn):
         for path, functions in library().items():
             parts = path.split(".")
             for end in range(1, len(parts) + 1):
-                name = ".".join(parts[:end])
-                if name not in sys.modules or not isinstance(
-                    getattr(sys.modules[name], "stand_in", None), bool
-                ):
-                    module = ModuleType(name)
-                    module.__path__, module.stand_in = [], True
-                    monkeypatch.setitem(sys.modules, name, module)
-                    if end > 1:
-                        setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
+                module = ModuleType(".".join(parts[:end]))
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, module.__name__, module)
+                if end > 1:
+                    setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
             vars(sys.modules[path]).update(functions)
-
-
-def tensors_of(cell):
-    generator = torch.Generator().manual_seed(0)
-
-    def make(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    shape = (cell.num_rows, cell.num_cols)
-    bias = make(cell.num_cols) if cell.norm == "layer_norm" else None
-    residual, dsum = (make(*shape) if cell.residual else None for _ in range(2))
-    return Tensors(make(*shape), make(*shape), None, make(cell.num_cols), bias, residual, dsum)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
 
 
 def expected_of(cell, tensors):
     """In float64, by torch."""
-    x, dy, _, weight, bias, residual, dsum, *_ = (
-        each if each is None else each.double() for each in tensors
-    )
-    inputs = {"dx": x, "dweight": weight, "dbias": bias, "dresidual": residual}
-    inputs = {name: each.requires_grad_() for name, each in inputs.items() if each is not None}
-    added = x if residual is None else x + residual
-    scale = weight + float(cell.zero_centered)
-    y = (
-        functional.layer_norm(added, scale.shape, scale, bias, EPS)
-        if bias is not None
-        else rms(added, scale, EPS)
-    )
-    outputs, gradients = ((y,), (dy,)) if residual is None else ((y, added), (dy, dsum))
-    return {"y": y, "sum": added} | dict(
-        zip(inputs, torch.autograd.grad(outputs, list(inputs.values()), gradients))
-    )
+    doubles = {
+        name: each.double().detach() for name, each in tensors._asdict().items() if each is not None
+    }
+    names = [name for name in ("x", "weight", "bias", "residual") if name in doubles]
+    for name in names:
+        doubles[name].requires_grad_()
+    added = doubles["x"] + doubles.get("residual", 0)
+    scale = doubles["weight"] + float(cell.zero_centered)
+    y = functional.layer_norm(added, scale.shape, scale, doubles.get("bias"), EPS)
+    if cell.norm == "rms_norm":
+        y = rms(added, scale, EPS)
+    expected = {"y": y, "sum": added}
+    if cell.direction == "backward":
+        outputs = (y, added) if cell.residual else (y,)
+        dys = (doubles["dy"], doubles["dsum"]) if cell.residual else (doubles["dy"],)
+        found = torch.autograd.grad(outputs, [doubles[name] for name in names], dys)
+        expected |= {f"d{name}": each for name, each in zip(names, found)}
+    return expected
 
 
 CALLED = [
     (name, norm, extra)
     for name, peer in PEERS.items()
-    if name
-    not in (
-        "torch.compile",
-        "tutorial",
-    )  # one compiles for minutes, the other has a test of its own
-    for norm in peer.norms
-    for extra in ("", *peer.extras.get(norm, ()))
-    if extra not in ("out_dtype", "scale", "amax")  # below, and in test_bench.py
+    if peer.norm
+    for norm in NORMS
+    for extra in ("", *sorted(peer.extras.get(norm, set()) - {"out_dtype", "scale", "amax"}))
 ]
 
 
 @pytest.mark.parametrize("name,norm,extra", CALLED, ids=lambda each: each or "plain")
 def test_every_peer_is_called_by_its_api(stand_ins, name, norm, extra):
-    for direction in ("forward", "backward", "both") if PEERS[name].has_backward else ("forward",):
+    for direction in ("forward", "backward"):
         cell = Cell(norm, direction, "float32", 5, 24, **({extra: True} if extra else {}))
-        tensors = tensors_of(cell)
+        tensors = tensors_of(cell, 0, "cpu")
         kept = [None if each is None else each.clone() for each in tensors]
         expected = expected_of(cell, tensors)
-        runner = prepare_torch(name, cell, tensors)
+        runner = prepare(name, cell, tensors)
         for _ in range(2):  # twice: nothing that a call destroys is missing in the next
             if runner.before:
                 runner.before()
             outputs = runner.outputs(runner.call())
-            assert set(outputs) >= ({"dx", "dweight"} if direction != "forward" else set()) | (
-                {"y"} if direction != "backward" else set()
-            )
+            assert set(outputs) >= ({"y"} if direction == "forward" else {"dx", "dweight"})
             for key, got in outputs.items():
-                torch.testing.assert_close(
-                    got.double(), expected[key].detach(), atol=1e-4, rtol=1e-4
-                )
-                assert got.requires_grad == (direction == "both" and key in ("y", "sum")), key
+                right = expected[key].detach()
+                torch.testing.assert_close(got.double(), right, atol=1e-4, rtol=1e-4)
+                assert not got.requires_grad
         for before, after in zip(kept, tensors):
             assert before is None or torch.equal(before, after)  # other libraries use them too
+    recorded = prepare(
+        name,
+        Cell(norm, "forward", "float32", 5, 24),
+        tensors_of(Cell(norm, "forward", "float32", 5, 24), 0, "cpu"),
+        record=True,
+    )
+    assert recorded.call().requires_grad
 
 
 def test_parameters_have_the_dtype_that_a_library_supports(stand_ins):
-    cell = Cell("layer_norm", "both", "bfloat16", 3, 16)
-    halves = Tensors(*(each if each is None else each.bfloat16() for each in tensors_of(cell)))
-    outputs = prepare_torch("cudnn", cell, halves)
-    outputs = outputs.outputs(outputs.call())
-    assert (
-        outputs["y"].dtype == outputs["dx"].dtype == torch.bfloat16
-        and outputs["dweight"].dtype == torch.float32
-    )
-    mixed = Cell("rms_norm", "both", "bfloat16", 3, 16, weight_dtype="float32")
-    tensors = Tensors(
-        *(each if each is None else each.bfloat16() for each in tensors_of(mixed))
-    )._replace(weight=torch.ones(16))
-    outputs = prepare_torch("cupynorm", mixed, tensors)
-    outputs = outputs.outputs(outputs.call())
-    assert outputs["dweight"].dtype == torch.float32 and outputs["y"].dtype == torch.bfloat16
+    for name, cell, dtype in (
+        ("cudnn", Cell("layer_norm", "backward", "bfloat16", 3, 16), torch.float32),
+        ("torch", Cell("rms_norm", "backward", "bfloat16", 3, 16), torch.bfloat16),
+    ):
+        runner = prepare(name, cell, tensors_of(cell, 0, "cpu"))
+        outputs = runner.outputs(runner.call())
+        assert outputs["dx"].dtype == torch.bfloat16 and outputs["dweight"].dtype == dtype
 
 
-def test_rounding_once_and_offsets(stand_ins):
-    cell = Cell("rms_norm", "forward", "float32", 5, 24, out_dtype="bfloat16")
-    for name in ("quack", "cupynorm"):
-        runner = prepare_torch(name, cell, tensors_of(cell))
-        assert runner.outputs(runner.call())["y"].dtype == torch.bfloat16
+LAYERS = [name for name, peer in PEERS.items() if peer.linear]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_every_layer_is_right(stand_ins, name, direction):
+    """On a CPU in bfloat16; 8 bits need a GPU for the product alone."""
+    for format in PEERS[name].formats:
+        if format == "fp8" and name == "gemm":
+            continue
+        cell = LinearCell(12, 64, 32, format, direction)
+        inputs = peers.inputs_of(cell, 1, "cpu")
+        runner = peers.prepare_linear(name, cell, inputs)
+        error, wrong = peers.verify_linear(cell, inputs, runner.call())
+        assert 0 < error <= 1 and wrong is None, wrong
+        error, wrong = peers.verify_linear(cell, inputs, 1.2 * runner.call())
+        assert error > 1 and wrong.startswith("y is off by")
+    assert set(PEERS[name].formats) <= set(FORMATS)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PEERS)
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_the_real_libraries(name, norm):
-    """Installed libraries run or name what they lack. Their results are not judged here."""
+def test_the_real_libraries(name):
+    """Installed libraries run, or name what they lack. Their results are not judged here."""
     from cupynorm.bench import measure
+    from cupynorm.bench.cells import cells, linear_cells
 
     if why := missing(name):
         pytest.skip(why)
-    for direction in ("forward", "backward", "both"):
-        cell = Cell(norm, direction, "bfloat16", 64, 1024)
-        (measured,) = measure.bench([cell], runs=1, seed=0, peers=[name]).measurements
-        if norm in PEERS[name].norms and (direction == "forward" or PEERS[name].has_backward):
-            assert "could not run" not in measured.faults.get(name, "") and measured.samples[name]
-        else:
-            assert "it has no" in measured.faults[name]
+    peer = PEERS[name]
+    todo = cells(NORMS, cols=[1024], rows=[64]) if peer.norm else []
+    todo += linear_cells([(512, 256, 512)], peer.formats) if peer.linear else []
+    for measured in measure.bench(todo, runs=1, seed=0, peers=[name]).measurements:
+        assert measured.samples[name] and "could not run" not in measured.faults.get(name, "")

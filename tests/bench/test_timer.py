@@ -1,8 +1,9 @@
-"""When timing stops, what it leaves out, and the turns that libraries take."""
+"""When timing stops, what it leaves out, the turns that libraries take, and the host's time."""
 
 import pytest
 
-from cupynorm.bench.timer import Runner, Timer, take_turns
+from cupynorm.bench import timer as timers
+from cupynorm.bench.timer import Runner, Timer, host_times, take_turns
 
 
 class Clock:
@@ -103,3 +104,26 @@ def test_libraries_take_turns():
     )
     assert order == ["copy", "cupynorm"] * 5  # two rounds to warm up
     assert samples == {"copy": [pytest.approx(4.0)] * 3, "cupynorm": [pytest.approx(5.0)] * 3}
+
+
+def test_the_host_is_timed_in_bursts_and_the_wait_is_not():
+    now, events = [0], []
+
+    def library(name, nanoseconds):
+        lasts = iter(nanoseconds)
+
+        def call():
+            events.append(name)
+            now[0] += next(lasts)
+
+        return call
+
+    def wait():
+        events.append("wait")
+        now[0] += 10**9
+
+    burst = timers._BURST
+    slow_first = [5000] * burst + [9000] + [3000] * (2 * burst - 1)  # the warm-up, then two bursts
+    calls = {"ours": library("ours", slow_first), "torch": library("torch", [7000] * 3 * burst)}
+    assert host_times(calls, 2, wait, lambda: now[0]) == {"ours": 3.0, "torch": 7.0}
+    assert events == [*["wait", *["ours"] * burst, "wait", *["torch"] * burst] * 3, "wait"]

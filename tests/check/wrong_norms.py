@@ -82,5 +82,6 @@ def backward_of(tensor, change):
     return backward
 
 
-def diagnoses(**given) -> list[str]:
-    return cupynorm.check(shapes=[SHAPE], library="numpy", **given).diagnoses
+def diagnoses(forward=None, backward=None, **options) -> list[str]:
+    options = {"shapes": [SHAPE], "library": "numpy"} | options
+    return cupynorm.check_function((forward, backward), **options).diagnoses

@@ -11,10 +11,10 @@ from command_runs import ROOT, call, run
 
 import cupynorm
 from cupynorm import __main__ as command
-from cupynorm.check import gradient_check
+from cupynorm.check import check as gradient_check
 from cupynorm.check.activations import shipped
 from cupynorm.check.cases import DIRECTIONS, NORMS
-from cupynorm.check.entries import grid_shapes, plan_of, random_entries
+from cupynorm.check.command import grid_shapes, plan_of, random_entries
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import environment, on_cpu
 from cupynorm.plan.devices import DEVICES
@@ -42,19 +42,17 @@ def test_quick_check():
         assert result.returncode == 0, result.stdout + result.stderr
         lines = result.stdout.splitlines()
         assert lines[0].startswith(f"cupynorm {cupynorm.__version__} found")
-        assert "run on the CPU" in lines[1] and lines[-1].startswith("OK: every element of ")
+        assert "run on the CPU" in lines[1] and any(line.startswith("OK: ") for line in lines)
         for word in ("layer5_output, 1 x 384", "bfloat16", "float32", "rms_norm", *STRATEGIES):
             assert word in result.stdout
-        assert max(map(len, lines)) < 170 and len(lines) < 60
+        assert max(map(len, lines)) < 170 and len(lines) < 70
 
 
 @pytest.mark.gpu
 def test_quick_check_on_a_gpu():
     result = run("--quick", "--on", "gpu")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (
-        result.stdout.splitlines()[-1].startswith("OK: ") and "run on the CPU" not in result.stdout
-    )
+    assert "\nOK: " in result.stdout and "run on the CPU" not in result.stdout
 
 
 @pytest.mark.slow
@@ -63,8 +61,8 @@ def test_quick_check_on_a_gpu():
 def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
     run_kernels = gradient_check.run_kernels
 
-    def wrong(problem, where, layouts=None):
-        results = run_kernels(problem, where, layouts)
+    def wrong(problem, where):
+        results = run_kernels(problem, where)
         if problem.case.norm == "rms_norm" and problem.case.x == "float32" and tensor in results:
             flat = results[tensor].reshape(-1)
             flat[np.abs(flat).argmax()] *= 1 + 1e-4
@@ -73,7 +71,7 @@ def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
     monkeypatch.setattr(gradient_check, "run_kernels", wrong)
     code, out, _ = call(capsys, "check", "--quick", "--on", "cpu")
     assert code == 1
-    assert out.splitlines()[-1].startswith("OFF: 1 of ") and " in 1 of " in out.splitlines()[-1]
+    assert "\nOFF: 1 of " in out
     for line in out.splitlines():
         if line.startswith("layer_norm") and "2 x 384" in line:
             assert "OFF" not in line
@@ -85,8 +83,8 @@ def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
 def test_a_result_left_unwritten_fails(monkeypatch, capsys):
     run_kernels = gradient_check.run_kernels
 
-    def forgetful(problem, where, layouts=None):
-        results = run_kernels(problem, where, layouts)
+    def forgetful(problem, where):
+        results = run_kernels(problem, where)
         results["dx"][0, 0] = np.nan
         return results
 
@@ -97,7 +95,7 @@ def test_a_result_left_unwritten_fails(monkeypatch, capsys):
 
 @needs_compiler
 def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
-    def fails(problem, where, layouts=None):
+    def fails(problem, where):
         raise on_cpu.OnCpuError("a thread never reached the barrier")
 
     monkeypatch.setattr(gradient_check, "run_kernels", fails)
@@ -109,7 +107,7 @@ def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
 
 @needs_compiler
 def test_interrupted(monkeypatch, capsys):
-    def interrupt(problem, where, layouts=None):
+    def interrupt(problem, where):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gradient_check, "run_kernels", interrupt)

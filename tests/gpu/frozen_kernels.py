@@ -21,10 +21,10 @@ from typing import NamedTuple
 import kernel_grid as grid
 
 from cupynorm.gpu import nvrtc
-from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.instances import Kernel
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Layout, Problem
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_kernels.csv"

@@ -17,11 +17,11 @@ import cupynorm
 from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import Resources, compile_for, source
 from cupynorm.gpu.source_files import cuda_src
-from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
 from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Kernel
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import SCALINGS, Layout, Problem, Tile
 
 # Tests of each architecture, so that pytest-xdist can share them out.

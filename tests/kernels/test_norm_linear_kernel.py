@@ -14,7 +14,7 @@ from cupynorm import reference
 from cupynorm.check.bounds import half_ulp
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.plan import products
+from cupynorm.plan import product_plan as products
 from cupynorm.plan.devices import DEVICES
 
 H200 = DEVICES["H200"]
