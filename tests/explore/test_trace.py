@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-
-import cupynorm
 from cupynorm.explore.recording import EVENT
 from cupynorm.explore.requests import requests_of, sectors_of, turns_of
+
+import cupynorm
 from cupynorm.explore.trace import Trace
 from cupynorm.gpu.source_files import cuda_src
 
