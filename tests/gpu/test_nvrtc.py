@@ -79,12 +79,6 @@ def test_a_changed_header_gives_another_cubin(folder):
 
 
 @pytest.mark.gpu
-def test_resources_are_read_of_a_kernel_that_was_compiled_before():
-    """With a driver NVRTC caches what it compiled and does not report again; `tune` asks twice."""
-    assert compile_for(KERNEL, 90) == compile_for(KERNEL, 90)
-
-
-@pytest.mark.gpu
 def test_two_processes_share_an_empty_cache(tmp_path):
     """CuPy renames whole files into its disk cache, so two processes can compile at once."""
     script = """
