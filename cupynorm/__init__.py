@@ -31,17 +31,17 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .functional import rms_norm_backward as rms_norm_backward
     from .functional import rms_norm_forward as rms_norm_forward
     from .gpu.nvrtc import MissingLibraryError as MissingLibraryError
-    from .linear.api import layer_norm_linear as layer_norm_linear
-    from .linear.api import rms_norm_linear as rms_norm_linear
-    from .linear.linear import Linear as Linear
-    from .nn.autocast import fp8_autocast as fp8_autocast
-    from .nn.autocast import fp8_checkpoint_contexts as fp8_checkpoint_contexts
+    from .linear.layer_norm_linear import layer_norm_linear as layer_norm_linear
+    from .linear.layer_norm_linear import rms_norm_linear as rms_norm_linear
+    from .linear.layers import Linear as Linear
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
     from .nn.recipes import BlockScaling as BlockScaling
     from .nn.recipes import CurrentScaling as CurrentScaling
     from .nn.recipes import DelayedScaling as DelayedScaling
     from .nn.recipes import Format as Format
+    from .nn.scales import fp8_autocast as fp8_autocast
+    from .nn.scales import fp8_checkpoint_contexts as fp8_checkpoint_contexts
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
     from .norm.plans import plan as plan
@@ -93,10 +93,10 @@ _WITHOUT_TORCH = {
 _WITH_TORCH = {
     "nn.modules": "LayerNorm RMSNorm",
     "nn.swap": "swap_norms SwappedNorms",
-    "nn.autocast": "fp8_autocast fp8_checkpoint_contexts",
+    "nn.scales": "fp8_autocast fp8_checkpoint_contexts",
     "nn.recipes": "Format DelayedScaling CurrentScaling BlockScaling",
-    "linear.api": "layer_norm_linear rms_norm_linear",
-    "linear.linear": "Linear",
+    "linear.layer_norm_linear": "layer_norm_linear rms_norm_linear",
+    "linear.layers": "Linear",
     "parallel.module": "LayerNormLinear",
 }
 _NAMES = {

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, distributed
 
 import cupynorm
-from cupynorm.linear.call import LinearOptions, Operands
+from cupynorm.linear.operands import LinearOptions, Operands
+from cupynorm.linear.products import Pending
 from cupynorm.parallel import ranks, row
 
 ON_GPUS = torch.cuda.is_available()
@@ -149,18 +150,18 @@ def without_gradients(
 @contextlib.contextmanager
 def without_overlap():
     """Each collective ends before the next product begins."""
-    before = ranks.Pending.__init__
+    before = Pending.__init__
 
     def wait_at_once(self, result, work=None, keeps=None) -> None:
         if work is not None:
             work.wait()
         before(self, result)
 
-    ranks.Pending.__init__ = wait_at_once
+    Pending.__init__ = wait_at_once
     try:
         yield
     finally:
-        ranks.Pending.__init__ = before
+        Pending.__init__ = before
 
 
 def time_products(mode: str, shape: tuple[int, int, int], recipe: object) -> None:

@@ -119,18 +119,6 @@ def test_a_call_in_the_order_of_earlier_versions_is_shown_the_order(call, order)
 
 # Statement -> the sentence that says what to write instead.
 REMOVED_VALUES = {
-    "from cupynorm.parallel.styles import ColwiseParallel": (
-        "ImportError: cupynorm.parallel.styles.ColwiseParallel was removed: give LayerNormLinear "
-        "parallel_mode and tp_group instead"
-    ),
-    "from cupynorm.parallel.styles import RowwiseParallel": (
-        "ImportError: cupynorm.parallel.styles.RowwiseParallel was removed: give LayerNormLinear "
-        "parallel_mode and tp_group instead"
-    ),
-    "from cupynorm.parallel.gathered_weights import gather_in_8_bits": (
-        "ImportError: cupynorm.parallel.gathered_weights.gather_in_8_bits was removed: leave the "
-        "call out: fully_shard gathers weights in their own dtype"
-    ),
     "cupynorm.layer_norm_linear(ones, None, None, ones, fused='fold')": (
         "ValueError: fused is 'fold', which was removed; expected None or 'plain', which are faster"
     ),

@@ -336,7 +336,7 @@ def test_the_linear_layer_of_the_documents_runs():
     torch = pytest.importorskip("torch")
     names = run("linear", LINEAR)
     layer = names["layer"]
-    assert names["y"].shape == (32, 192) and layer._fp8_states["forward"].scale[0] != 1
+    assert names["y"].shape == (32, 192) and layer._fp8.scales["forward"].scale[0] != 1
     for name in ("query_weight", "key_weight", "value_weight", "value_bias", "layer_norm_weight"):
         gradient = getattr(layer, name).grad
         assert torch.isfinite(gradient).all() and gradient.abs().max() > 0, name

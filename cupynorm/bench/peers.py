@@ -22,7 +22,7 @@ from .. import functional as ours
 from .. import reference
 from ..dtypes import EIGHT_BITS, compute_dtype
 from ..nn import recipes
-from ..nn.autocast import fp8_autocast
+from ..nn.scales import fp8_autocast
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Launch, Quantize
 from ..parallel.module import LayerNormLinear
@@ -201,8 +201,8 @@ def _gemm(cell: LinearCell, inputs: Inputs) -> tuple:
     if cell.format == "bfloat16":
         tensors = (inputs.normalized, inputs.weight, inputs.bias)
         return partial(functional.linear, *tensors), tensors
-    from ..nn import quantization
-    from ..nn.products import Factor, multiply
+    from ..nn import quantization, recipes
+    from ..nn.quantization import Factor, multiply
 
     both = cell.direction == "both"
 

@@ -15,18 +15,15 @@ from torch import Tensor
 from ..gpu import launch
 from ..nn import modes, wrapped
 from ..nn.dtypes import arithmetic, name_of
-from ..norm.calls import FOR_STATISTICS
 from ..norm.request import margin_of
-from ..plan import product_choice, products
-from ..plan.products import NormLinearProblem
-from . import compute, one_kernel
-from .call import LinearCall, LinearOptions, Operands
-from .matrices import concatenate
+from ..plan import product_plan
+from . import one_kernel, products
+from .operands import LinearOptions, Operands, concatenate
 
 
-def takes(call: LinearCall) -> bool:
+def takes(operands: Operands, options: LinearOptions) -> bool:
     """Whether the operator computes a call that torch.compile traces."""
-    (x, _, norm_weight, norm_bias, weights, _), options = call
+    x, _, norm_weight, norm_bias, weights, _ = operands
     if not modes.is_compiling() or modes.is_recorded():
         return False
     if not x.is_cuda or not options.has_norm or options.fused not in (None, "kernel"):
@@ -49,17 +46,19 @@ def takes(call: LinearCall) -> bool:
 @torch.compiler.assume_constant_result
 def _is_chosen(device_index: int, problem: tuple, fused: str | None, sm_margin: int) -> bool:
     """problem: the fields of a NormLinearProblem."""
-    device, problem = launch.device(device_index), NormLinearProblem(*problem)
+    device, problem = launch.device(device_index), product_plan.NormLinearProblem(*problem)
     if fused == "kernel":
-        return products.why_not(device, problem.dtype, problem.sizes) is None
-    if one_kernel.has_ranks() or problem.num_rows < product_choice.FEWEST_ROWS:
+        return product_plan.why_not(device, problem.dtype, problem.sizes) is None
+    if one_kernel.has_ranks() or problem.num_rows < product_plan.FEWEST_ROWS:
         return False
-    return product_choice.choose(device, problem, sm_margin=sm_margin).takes_kernel
+    return product_plan.choose(device, problem, sm_margin=sm_margin).takes_kernel
 
 
-def normalize_and_project(call: LinearCall) -> tuple[Tensor, None, Tensor]:
+def normalize_and_project(
+    operands: Operands, options: LinearOptions
+) -> tuple[Tensor, None, Tensor]:
     """y, None and input + residual, of a call that `takes` accepts."""
-    (x, residual, norm_weight, norm_bias, weights, biases), options = call
+    x, residual, norm_weight, norm_bias, weights, biases = operands
     added = x if residual is None else x + residual
     y, _, _ = norm_linear(
         added,
@@ -95,10 +94,8 @@ def norm_linear(
     options = LinearOptions(
         centered, eps, zero_centered_weight, False, False, "kernel", None, x.dtype
     )
-    y, _, mean, rstd, _ = compute.forward(
-        LinearCall(operands, options), weight, bias, FOR_STATISTICS
-    )
-    return y, mean if centered else rstd.new_empty(0), rstd
+    y, _, _, saved = products.forward(products.Products(options), operands, recorded=True)
+    return y, saved.mean if centered else saved.rstd.new_empty(0), saved.rstd
 
 
 @norm_linear.register_fake

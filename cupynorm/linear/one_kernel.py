@@ -1,9 +1,12 @@
-"""torch: the norm and the product in one kernel (cuda_src/norm_linear.cu).
+"""torch: the norm and the product in one kernel.
 
-y = rstd * (x folded^T - mean * sums) + bias, where tensor cores multiply x itself by the weight
-with the norm's weight folded into it, while other warps compute the statistics. With fused="kernel"
-it computes what it can, by default what plan.product_choice chooses, with a fold in each call.
-Other calls take the plain path.
+norm_linear_few.cu  one or two rows. They are normalised in shared memory; the weight is read once.
+norm_linear.cu      many rows: y = rstd * (x folded^T - mean * sums) + bias, where tensor cores
+                    multiply x itself by the weight with the norm's weight folded into it, while
+                    other warps compute the statistics. Each call folds (fold_weight.cu).
+
+fused="kernel" names them. By default plan.product_plan chooses: one or two rows without gradients,
+and many rows where a fold in each call is measured to be faster. Other calls take the plain path.
 
 The fold is rounded once, to the dtype of the weight. Its rows are centered, so that in exact
 arithmetic sums would be 0 and the mean would cancel. Rounding leaves non-zero sums, which are
@@ -20,7 +23,8 @@ second sees x instead of x - mean, so it grows with |mean| * rstd, as it does no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -29,44 +33,54 @@ from torch import Tensor
 from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
+from ..norm.calls import FOR_Y
 from ..norm.request import margin_of
-from ..plan import product_choice, products
-from ..plan.products import NormLinearProblem
-from . import few_rows
-from .call import LinearCall, check_eps
-from .matrices import as_rows, join
+from ..plan import product_plan
+from .operands import LinearOptions, Operands, as_rows, check_eps
 
 
-def why_not(call: LinearCall) -> str | None:
-    """Why a call takes the plain path, as a sentence, or None if the kernel computes it."""
-    (x, residual, *norm, weights, biases), options = call
-    if not x.is_cuda:
-        return "the kernel is for tensors on a GPU"
-    if x.dtype != options.dtype or any(each.dtype != x.dtype for each in weights):
-        return "the kernel needs an input and a weight of the dtype of the product"
-    if residual is not None and (residual.shape, residual.dtype, residual.device) != (
-        x.shape,
-        x.dtype,
-        x.device,
-    ):
-        return "the kernel needs a residual of the shape and dtype of the input"
-    in_features, out_features = x.shape[-1], sum(len(each) for each in weights)
-    sizes = x.numel() // max(in_features, 1), in_features, out_features
-    reason = products.why_not(launch.device(x.get_device()), name_of(x.dtype), sizes)
-    if reason is not None:
-        return reason
-    given = [each for each in (x, residual, *norm, *weights) if each is not None]
-    tensors = (*given, *biases)
-    if not all(map(Tensor.is_contiguous, tensors)):
-        return "the kernel needs contiguous tensors"
-    if any(map(arrays.is_lazy, tensors)):
-        return "the kernel needs tensors that neither negate their memory nor have none"
-    if any(each.data_ptr() % 16 for each in given):
-        return "the kernel needs tensors aligned to 16 bytes"
-    return None
+class Found(NamedTuple):
+    """A loaded kernel that computes a call. plan: ProductPlan, or FewRowsPlan where is_few."""
+
+    enqueue: Callable[[int, tuple], None]
+    plan: Any
+    problem: product_plan.NormLinearProblem
+    is_few: bool
+
+
+def find(operands: Operands, options: LinearOptions, purpose: str) -> Found | None:
+    """The kernel that computes a call, or None for the plain path.
+
+    purpose: of the norm, one of cupynorm.norm.FOR_*.
+    """
+    (x, residual, norm_weight, norm_bias, weights, _), fused = operands, options.fused
+    num_elements, num_cols = x.numel(), x.shape[-1]
+    if not x.is_cuda or not num_elements or not options.has_norm or fused == "plain":
+        return None
+    num_rows, is_named = num_elements // num_cols, fused == "kernel"
+    if not is_named:
+        if options.return_normalized:
+            return None
+        if num_rows <= product_plan.MOST_ROWS:
+            if purpose != FOR_Y:
+                return None
+        elif num_rows < product_plan.FEWEST_ROWS or options.save_normalized or has_ranks():
+            return None
+    if not _fits(operands, options.dtype):
+        return None
+    return _loaded(
+        x.get_device(),
+        (num_rows, num_cols, sum(len(each) for each in weights)),
+        (x.dtype, *(None if each is None else each.dtype for each in (norm_weight, norm_bias))),
+        (options.centered, options.zero_centered_weight),
+        is_named,
+        residual is not None,
+        max(margin_of(options.launch, kind) for kind in ("forward", "inference")),
+    )
 
 
 def has_ranks() -> bool:
+    """Whether collectives of several ranks may occupy multiprocessors; norm_linear.cu needs all."""
     distributed = torch.distributed
     return (
         distributed.is_available()
@@ -75,151 +89,156 @@ def has_ranks() -> bool:
     )
 
 
-def why_not_by_default(call: LinearCall) -> str | None:
-    """Why a call with fused=None takes the plain path, as a sentence, or None."""
-    (x, residual, norm_weight, norm_bias, weights, _), options = call
-    num_cols, fewest = x.shape[-1], product_choice.FEWEST_ROWS
-    if not x.is_cuda or x.numel() < max(fewest * num_cols, 1):
-        return f"the kernel is the default on a GPU, with {fewest} rows or more"
-    if not options.has_norm:
-        return "there is no norm"
-    if options.return_normalized or options.save_normalized:
-        return "the call asks for the normalised tensor, which the kernel does not make"
-    if has_ranks():
-        return (
-            "the collectives of several ranks may occupy multiprocessors, and the kernel needs all"
-        )
-    problem = NormLinearProblem(
-        x.numel() // num_cols,
-        num_cols,
-        sum(len(each) for each in weights),
-        *(None if each is None else name_of(each.dtype) for each in (x, norm_weight, norm_bias)),
-        options.centered,
-        options.zero_centered_weight,
-    )
-    device, has_residual = launch.device(x.get_device()), residual is not None
-    sm_margin = max(margin_of(options.launch, kind) for kind in ("forward", "inference"))
-    choice = product_choice.choose(device, problem, residual=has_residual, sm_margin=sm_margin)
-    return why_not(call) if choice.takes_kernel else choice.reason
+def _fits(operands: Operands, dtype: torch.dtype) -> bool:
+    """Whether the kernels take tensors of these dtypes and layouts.
 
-
-def computes(call: LinearCall) -> bool:
-    """Whether the kernel computes a call, for which few_rows has no kernel."""
-    fused = call.options.fused
-    if fused is None:
-        return why_not_by_default(call) is None
-    return fused == "kernel" and why_not(call) is None
+    They load 16 bytes at once of all but the linear bias. Elements that are not those in memory
+    (arrays.is_lazy) are left to torch.
+    """
+    x, residual, norm_weight, norm_bias, weights, biases = operands
+    if residual is not None and (residual.shape, residual.device) != (x.shape, x.device):
+        return False
+    given = [each for each in (x, residual, *weights) if each is not None]
+    if {each.dtype for each in given} != {dtype}:
+        return False
+    aligned = [each for each in (*given, norm_weight, norm_bias) if each is not None]
+    if reduce(or_, map(Tensor.data_ptr, aligned)) % 16:
+        return False
+    tensors = (*aligned, *biases)
+    return all(map(Tensor.is_contiguous, tensors)) and not any(map(arrays.is_lazy, tensors))
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
-    device_index: int, num_rows: int, out_features: int, dtype: str, centered: bool
-) -> tuple[Callable[[int, tuple], None], int]:
-    """The loaded kernel's launch, and its strips_at_a_time."""
+def _loaded(
+    device_index: int,
+    sizes: tuple[int, int, int],
+    dtypes: tuple[torch.dtype | None, ...],
+    flags: tuple[bool, bool],
+    is_named: bool,
+    has_residual: bool,
+    sm_margin: int,
+) -> Found | None:
+    """sizes: num_rows, in_features, out_features. dtypes: of x, norm_weight and norm_bias.
+
+    flags: centered, zero_centered_weight. is_named: whether fused="kernel".
+    """
     device = launch.device(device_index)
-    plan = products.product_launch(device, num_rows, out_features, dtype, centered=centered)
-    return launch.load(plan.launch, device_index).enqueue, plan.strips_at_a_time
+    names = [None if each is None else name_of(each) for each in dtypes]
+    problem = product_plan.NormLinearProblem(*sizes, *names, *flags)
+    if not is_named:
+        choice = product_plan.choose(device, problem, residual=has_residual, sm_margin=sm_margin)
+        if not choice.takes_kernel:
+            return None
+    if product_plan.why_not_few(device, problem.dtype, sizes) is None:
+        plan, is_few = product_plan.few_launch(device, problem), True
+    elif product_plan.why_not(device, problem.dtype, sizes) is None:
+        plan, is_few = (
+            product_plan.product_launch(
+                device, sizes[0], sizes[2], problem.dtype, centered=problem.centered
+            ),
+            False,
+        )
+    else:
+        return None
+    return Found(launch.load(plan.launch, device_index).enqueue, plan, problem, is_few)
 
 
-@lru_cache(maxsize=1024)
-def _prepared_fold(device_index: int, *given: Any) -> Callable[[int, tuple], None]:
-    *types, centered, zero_centered = given
-    planned = products.fold_launch(*types, centered=centered, zero_centered=zero_centered)
-    return launch.load(planned, device_index).enqueue
+def forward(
+    found: Found,
+    operands: Operands,
+    options: LinearOptions,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    purpose: str,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """y, mean (None for RMSNorm), rstd and input + residual, by what `find` returned.
+
+    weight, bias: the joined parts of the linear layer. Few rows have no statistics with FOR_Y.
+    """
+    x, residual, norm_weight, norm_bias, *_ = operands
+    x, leading, device_index = x.detach(), x.shape[:-1], x.get_device()
+    eps = check_eps(options.eps, name_of(x.dtype), centered=options.centered)
+    library = arrays.library(x)(device_index)
+    former = library.exchange_device(device_index)
+    try:
+        y = torch.empty(*leading, len(weight), dtype=x.dtype, device=x.device)
+        mean = rstd = None
+        if purpose != FOR_Y or not found.is_few:
+            rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
+            mean = torch.empty_like(rstd) if options.centered or not found.is_few else None
+        if found.is_few:
+            added = None if residual is None else torch.empty_like(x)
+            addresses = _addresses(
+                (x, residual, added, bias, norm_weight, norm_bias, y, mean, rstd)
+            )
+            words = product_plan.few_words(
+                weight.data_ptr(), addresses, found.problem, found.plan, eps
+            )
+        else:
+            # The copy engine can load the sum only.
+            added = None if residual is None else x + residual.detach()
+            rows = as_rows(x if added is None else added)
+            folded, terms = _fold(weight, bias, norm_weight, norm_bias, found.problem)
+            known = torch.zeros(len(rows) + 1, dtype=torch.int64, device=x.device)
+            maps = tuple(
+                tensor_map(
+                    each.data_ptr(), *each.shape, each.shape[1] * 2, name_of(each.dtype), tile
+                )
+                for each, tile in (
+                    (rows, product_plan.LOADED),
+                    (folded, product_plan.LOADED),
+                    (terms, product_plan.LOADED_TERMS),
+                )
+            )
+            words = product_plan.product_words(
+                maps,
+                _addresses((rows, y, mean, rstd, known)),
+                found.problem.sizes,
+                found.plan.strips_at_a_time,
+                eps,
+            )
+        found.enqueue(library.stream(), words)
+    finally:
+        if former != device_index:
+            library.exchange_device(former)
+    return y, mean if options.centered else None, rstd, operands.input if added is None else added
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
     return tuple(0 if each is None else each.data_ptr() for each in tensors)
 
 
-class Folded(NamedTuple):
-    """The folded parameters as the kernel reads them.
+@lru_cache(maxsize=1024)
+def _loaded_fold(device_index: int, *types: Any, centered: bool, zero_centered: bool) -> Callable:
+    planned = product_plan.fold_launch(*types, centered=centered, zero_centered=zero_centered)
+    return launch.load(planned, device_index).enqueue
 
-    weight: [products.folded_rows(out_features), in_features], in the order of fold_weight.cu.
+
+def _fold(
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    problem: product_plan.NormLinearProblem,
+) -> tuple[Tensor, Tensor]:
+    """The folded weight and its terms, as norm_linear.cu reads them.
+
+    folded: [product_plan.folded_rows(out_features), in_features], in the order of fold_weight.cu.
     terms: as many rows of 16 bfloat16, the sums and the folded bias in three parts each
     (cuda_src/product/column_terms.cuh).
     """
-
-    weight: Tensor
-    terms: Tensor
-
-
-def fold(call: LinearCall) -> Folded:
-    """The folded parameters of a call, by one kernel (cuda_src/fold_weight.cu).
-
-    They take as much memory as the weight, and 32 bytes for each of its rows.
-    """
-    operands, options = call
-    weight, bias = join(operands.weights), join(operands.biases)
-    types = [
-        None if each is None else name_of(each.dtype)
-        for each in (operands.norm_weight, operands.norm_bias)
-    ]
-    device_index, (out_features, in_features) = weight.get_device(), weight.shape
-    enqueue = _prepared_fold(
+    device_index = weight.get_device()
+    enqueue = _loaded_fold(
         device_index,
-        (out_features, in_features),
-        name_of(weight.dtype),
-        *types,
-        options.centered,
-        options.zero_centered_weight,
+        tuple(weight.shape),
+        *problem[3:6],
+        centered=problem.centered,
+        zero_centered=problem.zero_centered,
     )
-    with launch.on_device(device_index):
-        num_rows = products.folded_rows(out_features)
-        folded = weight.new_empty(num_rows, in_features)
-        terms = weight.new_empty(num_rows, products.TERM_COLS, dtype=torch.bfloat16)
-        given = (weight, bias, operands.norm_weight, operands.norm_bias, folded, terms)
-        stream = arrays.library(weight)(device_index).stream()
-        enqueue(stream, (*_addresses(given), in_features))
-    return Folded(folded, terms)
-
-
-def keeps_fold(call: LinearCall) -> bool:
-    """Whether a call uses folded parameters that may be kept for later ones."""
-    if call.options.fused != "kernel" or few_rows.find(call) is not None:
-        return False
-    return why_not(call) is None
-
-
-def forward(
-    call: LinearCall, folded: Folded | None
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """y, mean (None for RMSNorm), rstd and input + residual of a call that why_not accepts.
-
-    folded: the parameters already folded, by `fold`.
-    """
-    operands, options = call
-    folded = folded or fold(call)
-    added = operands.input
-    if operands.residual is not None:  # the copy engine can load their sum only
-        added = added.detach() + operands.residual.detach()
-    x = as_rows(added.detach())
-    num_rows, in_features = x.shape
-    out_features = sum(len(each) for each in operands.weights)
-    dtype, device_index = name_of(x.dtype), x.get_device()
-    leading = operands.input.shape[:-1]
-    enqueue, strips_at_a_time = _prepared(
-        device_index, num_rows, out_features, dtype, options.centered
-    )
-    with launch.on_device(device_index):
-        y = torch.empty(*leading, out_features, dtype=x.dtype, device=x.device)
-        mean = torch.empty(leading, dtype=torch.float32, device=x.device)
-        rstd = torch.empty_like(mean)
-        known = torch.zeros(num_rows + 1, dtype=torch.int64, device=x.device)
-        maps = tuple(
-            tensor_map(each.data_ptr(), *each.shape, each.shape[1] * 2, name_of(each.dtype), tile)
-            for each, tile in (
-                (x, products.LOADED),
-                (folded.weight, products.LOADED),
-                (folded.terms, products.LOADED_TERMS),
-            )
-        )
-        words = products.product_words(
-            maps,
-            _addresses((x, y, mean, rstd, known)),
-            (num_rows, in_features, out_features),
-            strips_at_a_time,
-            check_eps(options.eps, dtype, centered=options.centered),
-        )
-        enqueue(arrays.library(x)(device_index).stream(), words)
-    return y, mean if options.centered else None, rstd, added
+    num_rows = product_plan.folded_rows(problem.out_features)
+    folded = weight.new_empty(num_rows, problem.in_features)
+    terms = weight.new_empty(num_rows, product_plan.TERM_COLS, dtype=torch.bfloat16)
+    words = _addresses((weight, bias, norm_weight, norm_bias, folded, terms))
+    enqueue(arrays.library(weight)(device_index).stream(), (*words, problem.in_features))
+    return folded, terms

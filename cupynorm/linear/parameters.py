@@ -1,147 +1,89 @@
-"""torch: the parameters of LayerNormLinear: their names, parts, first values and attributes."""
+"""torch: the parameters of LayerNormLinear: their names, parts, first values and storage.
+
+layer_norm_weight, layer_norm_bias (None for RMSNorm), and weights and biases by weight_names and
+bias_names: parts of one linear layer, views that follow each other in one storage.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from .gradient_layer import GradientLayer
-from .matrices import concatenate, join
+from .operands import join
 
 
-class NormLinearParameters(GradientLayer):
-    """A module with the parameters of LayerNormLinear.
+def make(layer: Any, split: Any, device: torch.device | str, dtype: torch.dtype | None) -> None:
+    """Makes the parameters of a layer that has its other attributes, without values.
 
-    layer_norm_weight, layer_norm_bias (None for RMSNorm), and weights and biases by weight_names
-    and bias_names: parts of one linear layer, views that follow each other in one storage.
-    The subclass sets the attributes that are arguments of LayerNormLinear.
+    split: the argument parameters_split.
     """
+    num_ranks = layer.sharding.size if layer.sharding.mode == "column" else 1
+    in_features, out_features = layer.in_features, layer.out_features
+    names, sizes = _splits(split, out_features * num_ranks, num_ranks)
+    layer.parameter_split_sizes = sizes
+    layer.weight_names = [f"{name}weight" for name in names]
+    layer.bias_names = [f"{name}bias" for name in names]
 
-    rng_tracker_name: str | None = None
-    _num_out_shards = 1  # ranks that share the rows of the linear weight
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
 
-    def _make_parameters(
-        self,
-        split: Sequence[str] | Mapping[str, int] | None,
-        device: torch.device | str,
-        dtype: torch.dtype | None,
-    ) -> None:
-        in_features, out_features = self.in_features, self.out_features
-        num_ranks = self._num_out_shards
-        names, self.parameter_split_sizes = _splits(split, out_features * num_ranks, num_ranks)
-        self.weight_names = [f"{name}weight" for name in names]
-        self.bias_names = [f"{name}bias" for name in names]
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, device=device, dtype=dtype)
-
-        self.layer_norm_weight = torch.nn.Parameter(empty(in_features))
-        is_centered = self.normalization == "LayerNorm"
-        self.layer_norm_bias = torch.nn.Parameter(empty(in_features)) if is_centered else None
-        weights = empty(out_features, in_features).split(self.parameter_split_sizes)
-        for name, part in zip(self.weight_names, weights):
-            self.register_parameter(name, torch.nn.Parameter(part))
-        biases = empty(out_features).split(self.parameter_split_sizes)
-        for name, part in zip(self.bias_names, biases):
-            if self.use_bias:
-                self.register_parameter(name, torch.nn.Parameter(part))
-            else:
-                setattr(self, name, empty(0))
-        self.reset_parameters()
-        self._mark_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the first values and the attributes of the parameters.
-
-        layer_norm_weight is 1 (0 if zero-centered), each weight is filled by init_method, biases
-        are 0. On "meta" only the attributes are set.
-        """
-        self._mark_parameters()
-        if self.layer_norm_weight.is_meta:
-            return
-        with torch.no_grad():
-            self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-            if self.layer_norm_bias is not None:
-                self.layer_norm_bias.zero_()
-            for weight in self._weights():
-                with self._random_state():
-                    (self.init_method or _initialize)(weight)
-            for bias in self._biases():
-                bias.zero_()
-
-    def _random_state(self) -> Any:
-        if self.get_rng_state_tracker is None:
-            return contextlib.nullcontext()
-        names = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
-        return self.get_rng_state_tracker().fork(*names)
-
-    def _weights(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.weight_names]
-
-    def _biases(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.bias_names] if self.use_bias else []
-
-    def _returned_bias(self, inp: Tensor, dtype: torch.dtype) -> Tensor:
-        """The bias that return_bias returns, in a dtype; empty without one."""
-        bias = concatenate(self._biases(), dtype)
-        return inp.new_empty(0, dtype=dtype) if bias is None else bias
-
-    def _mark_parameters(self) -> None:
-        super()._mark_parameters()
-        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-            if parameter is not None:
-                parameter.sequence_parallel = False
-        split = self._weights()
-        if self.parallel_mode == "column":
-            split += self._biases()
-        for parameter in split:
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim, parameter.partition_stride = 0, 1
-
-    def _join_parameters(self) -> None:
-        """Puts the parts into one storage again, after each was moved by itself."""
-        for names in (self.weight_names, self.bias_names):
-            # What pruning or a parametrization makes anew in each forward is no parameter.
-            parts = [each for name in names if (each := self._parameters.get(name)) is not None]
-            is_plain = all(part.data.__class__ is Tensor and not part.is_meta for part in parts)
-            is_plain = is_plain and len(parts) == len(names)
-            if len(parts) > 1 and is_plain:
-                joined = join(parts)
-                if joined.data_ptr() == parts[0].data_ptr():
-                    continue
-                for part, view in zip(parts, joined.split([len(part) for part in parts])):
-                    part.data = view
-
-    def _apply(self, function: Callable, recurse: bool = True) -> NormLinearParameters:
-        super()._apply(function, recurse)
-        if not self.use_bias:
-            for name in self.bias_names:
-                setattr(self, name, function(getattr(self, name)))
-        self._join_parameters()
-        return self
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._join_parameters()
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if keep_vars or len(self.weight_names) < 2:
-            return
-        # safetensors saves no tensor that is a part of a storage.
-        for name in (*self.weight_names, *self.bias_names):
-            part = destination.get(f"{prefix}{name}")
-            if part.__class__ is Tensor and not part.is_meta and part.numel():
-                destination[f"{prefix}{name}"] = torch.from_dlpack(arrays.in_memory(part))
+    layer.layer_norm_weight = torch.nn.Parameter(empty(in_features))
+    is_centered = layer.normalization == "LayerNorm"
+    layer.layer_norm_bias = torch.nn.Parameter(empty(in_features)) if is_centered else None
+    for name, part in zip(layer.weight_names, empty(out_features, in_features).split(sizes)):
+        layer.register_parameter(name, torch.nn.Parameter(part))
+    for name, part in zip(layer.bias_names, empty(out_features).split(sizes)):
+        if layer.use_bias:
+            layer.register_parameter(name, torch.nn.Parameter(part))
+        else:
+            setattr(layer, name, empty(0))
 
 
-def _initialize(weight: Tensor) -> None:
-    torch.nn.init.normal_(weight, 0.0, 0.023)
+def fill(layer: Any) -> None:
+    """First values: layer_norm_weight is 1 (0 if zero-centered), each weight is filled by
+    init_method, biases are 0."""
+    init = layer.init_method or (lambda weight: torch.nn.init.normal_(weight, 0.0, 0.023))
+    tracker, name = layer.get_rng_state_tracker, layer.rng_tracker_name
+    with torch.no_grad():
+        layer.layer_norm_weight.fill_(0.0 if layer.zero_centered_gamma else 1.0)
+        if layer.layer_norm_bias is not None:
+            layer.layer_norm_bias.zero_()
+        for weight in layer.weights():
+            forked = contextlib.nullcontext()
+            if tracker is not None:
+                forked = tracker().fork(*(() if name is None else (name,)))
+            with forked:
+                init(weight)
+        for bias in layer.biases():
+            bias.zero_()
+
+
+def join_parts(layer: torch.nn.Module) -> None:
+    """Puts the parts into one storage again, after each was moved by itself."""
+    for names in (layer.weight_names, layer.bias_names):
+        # What pruning or a parametrization makes anew in each forward is no parameter.
+        parts = [each for name in names if (each := layer._parameters.get(name)) is not None]
+        is_plain = all(part.data.__class__ is Tensor and not part.is_meta for part in parts)
+        if len(parts) > 1 and is_plain and len(parts) == len(names):
+            joined = join(parts)
+            if joined.data_ptr() == parts[0].data_ptr():
+                continue
+            for part, view in zip(parts, joined.split([len(part) for part in parts])):
+                part.data = view
+
+
+def separate_parts(layer: Any, state_dict: dict, prefix: str) -> None:
+    """In a saved state dict: safetensors saves no tensor that is a part of a storage."""
+    names = (*layer.weight_names, *layer.bias_names) if len(layer.weight_names) > 1 else ()
+    for name in names:
+        part = state_dict.get(f"{prefix}{name}")
+        if part.__class__ is Tensor and not part.is_meta and part.numel():
+            state_dict[f"{prefix}{name}"] = torch.from_dlpack(arrays.in_memory(part))
 
 
 def _splits(

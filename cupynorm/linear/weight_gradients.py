@@ -1,7 +1,8 @@
 """torch: weight gradients that do not go to autograd.
 
 With fuse_wgrad_accumulation they are added to weight.main_grad. With delay_wgrad_compute they wait
-in a queue for backward_dw(). A WeightGradientSink takes them from a backward.
+in a queue for backward_dw(). A WeightGradientSink takes them from a backward. WeightGradients is
+what a layer keeps for both.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..nn import private
-from ..nn.products import wide_product
-from .matrices import split_like, sum_rows
+from ..nn import modes, private
+from ..nn.dtypes import outside_autocast
+from ..nn.quantization import wide_product
+from .operands import split_like, sum_rows
 
 
 class Step:
@@ -69,8 +71,8 @@ class WeightGradientSink:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """What autograd gets for weights and biases. wanted: of weights, then of biases."""
         num_weights = len(self.weights)
-        weights = _masked(self.weights, wanted)
-        biases = _masked(self.biases, wanted[num_weights:])
+        weights = [each if asked else None for each, asked in zip(self.weights, wanted)]
+        biases = [each if asked else None for each, asked in zip(self.biases, wanted[num_weights:])]
         if self.delays:
             reads = dict(product.reads)
             if product.make_dweight is None or any(bias is not None for bias in biases):
@@ -87,7 +89,7 @@ class WeightGradientSink:
     def take_nothing(self) -> None:
         """For a backward that no gradient of y has reached."""
         if self.delays:
-            self.queue.append(_do_nothing)
+            self.queue.append(lambda: None)
 
     def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
         if all(bias is None for bias in biases):
@@ -140,6 +142,75 @@ class WeightGradientSink:
                 _add_product(_main_grad(weight), part.t(), normalized, accumulate=not over)
                 if hasattr(weight, "grad_added_to_main_grad"):
                     weight.grad_added_to_main_grad = True
+
+
+class WeightGradients:
+    """What a layer keeps for fuse_wgrad_accumulation and delay_wgrad_compute.
+
+    layer, in the methods: has both as attributes, weight_names, bias_names, return_bias, and the
+    lists weights() and biases().
+    """
+
+    def __init__(self) -> None:
+        self.step, self.begins_later = Step(False), False
+        self.queue: deque[Callable[[], None]] = deque()
+
+    def begin(self, layer: Any) -> None:
+        """Refuses reducers of torch; also before a checkpoint, which records the call later."""
+        if not (layer.training or torch.is_grad_enabled()) or modes.is_compiling():
+            return
+        if layer.delay_wgrad_compute:
+            check_reducers("delay_wgrad_compute", [*layer.weights(), *layer.biases()])
+        elif layer.fuse_wgrad_accumulation:
+            check_reducers("fuse_wgrad_accumulation", layer.weights())
+
+    def end(self, layer: Any, is_first_microbatch: bool | None) -> None:
+        """Notes a forward that is not recorded: a checkpoint may record it later."""
+        if layer.fuse_wgrad_accumulation and is_first_microbatch and layer.training:
+            self.begins_later = self.begins_later or not torch.is_grad_enabled()
+
+    def has_sink(self, layer: Any) -> bool:
+        """Whether a WeightGradientSink takes the weight gradients of a call now."""
+        if not (layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute):
+            return False
+        if not torch.is_grad_enabled():
+            return False
+        if not modes.wants_gradient(*layer.weights(), *layer.biases()):
+            return False
+        return modes.is_compiling() or not modes.learns_shapes()
+
+    def make_sink(self, layer: Any, is_first_microbatch: bool | None) -> WeightGradientSink:
+        """What takes the weight gradients of a call. Changes nothing before take_step."""
+        weights, step = layer.weights(), None
+        if layer.fuse_wgrad_accumulation:
+            for name, weight in zip(layer.weight_names, weights):
+                check_main_grad(name, weight)
+            # The first forward begins a step, unless a step that has begun was not yet written to.
+            # A forward that a checkpoint recomputes inside of backward does not begin one, unless
+            # its first run recorded nothing (use_reentrant=True).
+            begins = self.begins_later if modes.is_inside_backward() else is_first_microbatch
+            step = Step(True) if begins and not self.step.is_stale else self.step
+        biases = [] if layer.return_bias else layer.biases()
+        if not layer.delay_wgrad_compute:
+            return WeightGradientSink(weights, biases, step, None)
+        for name, each in zip((*layer.weight_names, *layer.bias_names), (*weights, *biases)):
+            check_is_leaf(name, each)
+        return WeightGradientSink(weights, biases, step, self.queue)
+
+    def take_step(self, sink: WeightGradientSink | None) -> None:
+        """After a forward that was not refused: its step is that of the forwards that follow."""
+        if sink is not None and sink.step is not None:
+            self.step, self.begins_later = sink.step, False
+
+    def run_delayed(self, like: Tensor) -> None:
+        """The gradients that the oldest backward left. like: any weight."""
+        if not self.queue:
+            raise RuntimeError(
+                "backward_dw() was called and no backward has left a weight gradient; "
+                "expected one call for each backward"
+            )
+        with torch.no_grad(), outside_autocast(like):
+            self.queue.popleft()()
 
 
 def asked_for(
@@ -213,14 +284,6 @@ def check_main_grad(name: str, weight: Tensor) -> None:
         )
 
 
-def _masked(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    return [tensor if is_wanted else None for tensor, is_wanted in zip(tensors, wanted)]
-
-
-def _do_nothing() -> None:
-    pass
-
-
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     """Adds a delayed gradient to .grad, and runs the hooks that follow."""
     if parameter.grad is None:
@@ -248,11 +311,6 @@ def _placeholder(weight: Tensor | None) -> Tensor | None:
     return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
 
 
-def _widens(to: Tensor, a: Tensor) -> bool:
-    """Whether torch adds a product of a in 16 bits to a float32 tensor."""
-    return to.is_cuda and to.dtype == torch.float32 and a.element_size() == 2
-
-
 def _add_product(to: Tensor, a: Tensor, b: Tensor | None, *, accumulate: bool) -> None:
     """to += a b, or to = a b, in to's dtype. b None: a is the product.
 
@@ -262,7 +320,7 @@ def _add_product(to: Tensor, a: Tensor, b: Tensor | None, *, accumulate: bool) -
         to.add_(a) if accumulate else to.copy_(a)
     elif to.dtype == a.dtype:
         torch.addmm(to, a, b, beta=int(accumulate), out=to)
-    elif _widens(to, a):
+    elif to.is_cuda and to.dtype == torch.float32 and a.element_size() == 2:
         torch.addmm(to, a, b, out_dtype=to.dtype, beta=int(accumulate), out=to)
     elif accumulate:
         to.add_(wide_product(a, b))

@@ -7,7 +7,7 @@ cupynorm's forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Proxy
@@ -24,12 +24,12 @@ from ..norm.request import (
     checked_launch,
 )
 from ..plan.functors import BoundFunctor, Functors, Fuse
-from . import amaxes, autocast, fp8, wrapped
+from . import scales, wrapped
 from .autograd import layer_norm, normalize, rms_norm
 from .dtypes import name_of
 from .modes import is_recorded, is_transformed, learns_shapes, run_untraced
 from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
-from .second_names import either
+from .scales import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
 torch.fx.wrap("layer_norm")
@@ -48,21 +48,18 @@ EXTRAS = {
 }
 
 
-class _Step(NamedTuple):
-    """What DelayedScaling gives a call; None with other recipes.
+def calls_the_norm(module: torch.nn.Module, arguments: tuple) -> None:
+    """A hook before forward, which does nothing.
 
-    scale: of y. amax: where the kernel puts that of y; None where the region's step does not count.
+    In eval mode torch.nn.TransformerEncoderLayer may read weight and eps of its norms and not call
+    them. It calls modules with hooks.
     """
-
-    scales: fp8.Scales | None
-    scale: torch.Tensor | None
-    amax: torch.Tensor | None
 
 
 class Norm(torch.nn.Module):
     """What LayerNorm and RMSNorm have beyond torch's: more options, forward, and 8 bits.
 
-    _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for amaxes.py.
+    _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for scales.py.
     """
 
     _centered: bool
@@ -72,7 +69,7 @@ class Norm(torch.nn.Module):
     memory_efficient: bool
     fp8_state: bool = False
     launch: Launch | None = None
-    _fp8_scales: fp8.Scales | None = None
+    _fp8_scales: scales.Scales | None = None
 
     def _set_extras(self, *values: object) -> None:
         """values: in the order of EXTRAS.
@@ -82,7 +79,7 @@ class Norm(torch.nn.Module):
         for name, value in zip(EXTRAS, values, strict=True):
             setattr(self, name, value)
         checked_launch(self.launch)
-        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
+        self._fp8_slot = scales.new_slot(type(self).__qualname__)
 
     def reset_parameters(self) -> None:
         """Sets weight to 1, or to 0 with zero_centered_gamma, and bias to 0.
@@ -92,6 +89,8 @@ class Norm(torch.nn.Module):
         super().reset_parameters()
         if self.zero_centered_gamma and self.weight is not None:
             torch.nn.init.zeros_(self.weight)
+            if not self._forward_pre_hooks:  # it is reset for the first time
+                self.register_forward_pre_hook(calls_the_norm)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
@@ -152,14 +151,18 @@ class Norm(torch.nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
+        self._fp8_slot = scales.new_slot(type(self).__qualname__)
         self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        fp8.complete(self, state_dict, prefix)
+        scales.complete(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+    def _get_name(self) -> str:
+        """What print(model) shows."""
+        return f"cupynorm.{type(self).__name__}"
 
     def extra_repr(self) -> str:
         values = {name: getattr(self, name) for name in EXTRAS}
@@ -168,26 +171,19 @@ class Norm(torch.nn.Module):
 
     def _move_scales(self, function: Callable) -> None:
         if self._fp8_scales is not None:
-            self._fp8_scales = fp8.moved(self._fp8_scales, function)
+            self._fp8_scales = scales.moved(self._fp8_scales, function)
 
     def get_extra_state(self) -> torch.Tensor:
         """The scale of y as bytes, without pickle; an empty uint8 tensor where there is none."""
-        return fp8.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
+        return scales.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes what get_extra_state returned.
+        """Takes what get_extra_state returned. Without a state, the next step is the first.
 
-        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
+        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored. Raises
+        TypeError or ValueError for what no module saves.
         """
-        self._load_scales(fp8.unpack(state) if fp8.is_packed(state) else {})
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
-            del destination[f"{prefix}{fp8.EXTRA_STATE}"]
-
-    def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Takes what fp8.unpack returned. Without a state, the next step is the first."""
+        states = scales.unpack(state, warns=False)
         if not states:
             self._fp8_scales = None
             return
@@ -198,8 +194,13 @@ class Norm(torch.nn.Module):
             )
         ((scale, amax_history),) = states.values()
         if self._fp8_scales is None:
-            self._fp8_scales = fp8.Scales((E4M3,), len(amax_history), scale.device)
+            self._fp8_scales = scales.Scales((E4M3,), len(amax_history), scale.device)
         self._fp8_scales.load(scale, amax_history)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
+            del destination[f"{prefix}{scales.EXTRA_STATE}"]
 
     def _forward_in_fp8(
         self,
@@ -209,7 +210,7 @@ class Norm(torch.nn.Module):
         functors: Functors | None,
     ) -> Any:
         """The call with fp8_output."""
-        region = autocast.kept(autocast.active)
+        region = scales.kept(scales.active)
         if region is None:
             raise ValueError(
                 "fp8_output is True outside of fp8_autocast; "
@@ -225,19 +226,27 @@ class Norm(torch.nn.Module):
         is_sharded = wrapped.is_any_dtensor(input)
         if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
-        autocast.check_checkpoint(region)
-        step = self._begin_step(region.recipe, input.device)
+        scales.check_checkpoint(region)
+        recipe, kept, scale, amax = region.recipe, None, None, None
+        if isinstance(recipe, DelayedScaling):  # changes nothing yet: the call may be refused
+            scales.check_is_no_replica(self)
+            keeps = torch.is_grad_enabled() and not scales.runs_again() and not learns_shapes()
+            kept = scales.scales_for(
+                self._fp8_scales, (E4M3,), recipe, input.device, keeps_amaxes=keeps
+            )
+            scale = scales.kept(kept.scale.clone) if scales.runs else kept.scale
+            amax = kept.amax(0) if keeps else None
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
         transpose = torch.is_grad_enabled() and not is_sharded
-        quantization = _quantization_of(region.recipe, transpose)
+        quantization = _quantization_of(recipe, transpose)
         norm_operands = ForwardOperands(
             input,
             self._parameter("weight"),
             self._parameter("bias") if self._centered else None,
             residual,
-            scale=step.scale,
-            amax=step.amax,
+            scale=scale,
+            amax=amax,
             functors=functors,
         )
         norm_options = ForwardOptions(
@@ -252,23 +261,11 @@ class Norm(torch.nn.Module):
             launch=self.launch,
         )
         y, added = normalize(ForwardRequest(norm_operands, norm_options))
-        if step.scales is not None:
-            self._fp8_scales = step.scales
-        if step.amax is not None:
-            used = autocast.UsedScales(step.scales, region.recipe, region.group)
-            region.used[self._fp8_slot, 0] = used
+        if kept is not None:
+            self._fp8_scales = kept
+        if amax is not None:
+            region.used[self._fp8_slot, 0] = scales.UsedScales(kept, recipe, region.group)
         return (y, added) if return_residual else y
-
-    def _begin_step(self, recipe: Recipe, device: torch.device) -> _Step:
-        """Changes nothing yet, because the call may be refused."""
-        if not isinstance(recipe, DelayedScaling):
-            return _Step(None, None, None)
-        fp8.check_is_no_replica(self)
-        keeps = torch.is_grad_enabled() and not autocast.runs_again() and not learns_shapes()
-        dtypes = recipe.fp8_format.value[:1]
-        scales = fp8.scales_for(self._fp8_scales, dtypes, recipe, device, keeps_amaxes=keeps)
-        scale = autocast.kept(scales.scale.clone) if autocast.runs else scales.scale
-        return _Step(scales, scale, scales.amax(0) if keeps else None)
 
 
 class LayerNorm(Norm, torch.nn.LayerNorm):

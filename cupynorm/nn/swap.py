@@ -1,27 +1,29 @@
 """torch: swap_norms, which replaces the norms of a model by cupynorm's.
 
-torch's, TransformerEngine's and apex's norms are known by their classes. Any other module is run on
-random input to find out what it computes (probe.py).
+The norms of torch, TransformerEngine and apex are known by their classes. Of any other module
+probe.py finds out which norm it computes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+import warnings
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..gpu.arrays import type_in_words
 from ..norm.checks import extents_of
 from ..norm.request import Launch, Margins
 from ..table import as_html, as_text
 from . import private
-from .modules import LayerNorm, Norm, RMSNorm
-from .probe import Formula, eps_of, normalized_input, parameters_of, probe
+from .modules import LayerNorm, Norm, RMSNorm, calls_the_norm
+from .probe import Formula, eps_of, parameters_of, probe
 
 
 class Swap(NamedTuple):
@@ -38,7 +40,7 @@ class Swap(NamedTuple):
 
 @dataclass(repr=False)
 class SwappedNorms:
-    """What swap_norms did. Prints as a table.
+    """What swap_norms did. Prints as a table, in which norms that differ in a number are one line.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -55,35 +57,95 @@ class SwappedNorms:
 
     swapped: list[Swap] = field(default_factory=list)
     left: list[Swap] = field(default_factory=list)
-    # (parent, name in it, original module, replacement)
-    _places: list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]] = field(
-        default_factory=list, repr=False
-    )
+    _model: torch.nn.Module | None = None
+    # (dotted name, original, replacement), with a line for each place of a shared module.
+    _pairs: list[tuple[str, torch.nn.Module, Norm]] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Puts the original modules back.
+        """Puts the original modules back wherever their replacements are now.
 
         They are the same objects, with the parameters and the training flag of their replacements.
+        A replacement stays if it has been hooked, parametrized or sharded since: the original would
+        lose that. A warning names these, and those that are no longer in the model, such as a
+        module that a copy has replaced.
         """
-        while self._places:
-            parent, name, module, replacement = self._places.pop()
-            _hand_over(replacement, module)
-            setattr(parent, name, module)
+        pairs = {id(replacement): (module, replacement) for _, module, replacement in self._pairs}
+        changes = {key: _change(replacement) for key, (_, replacement) in pairs.items()}
+        missing = set(pairs)
+        for parent in [*self._model.modules()] if self._pairs else ():
+            for name, child in [*parent._modules.items()]:
+                if id(child) not in pairs:
+                    continue
+                missing.discard(id(child))
+                if not changes[id(child)]:
+                    module, _ = pairs[id(child)]
+                    _hand_over(child, module)
+                    setattr(parent, name, module)
+        gone = "the model no longer holds its replacement"
+        reasons = {
+            name: changes[id(replacement)] or (gone if id(replacement) in missing else "")
+            for name, _, replacement in self._pairs
+        }
+        self._pairs.clear()
+        if kept := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):
+            warnings.warn(f"undo() did not put back {kept}", stacklevel=2)
 
     def __str__(self) -> str:
-        return f"{as_text(self._rows())}\n{self._summary()}"
+        rows, remarks = self._rows()
+        return "\n".join([as_text(rows), *remarks, self._summary()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"{as_html(self._rows())}{self._summary()}"
+        rows, remarks = self._rows()
+        return as_html(rows) + "".join(f"{line}<br>" for line in [*remarks, self._summary()])
 
-    def _rows(self) -> list[Swap]:
-        return [Swap("name", "was", "now", ""), *self.swapped, *self.left]
+    def _rows(self) -> tuple[list[tuple[str, ...]], list[str]]:
+        """Lines of a table, and the remarks that these number."""
+        rows, remarks = [("name", "was", "now", "")], {}
+        for swaps in (self.swapped, self.left):
+            for (_, *others, remark), group in groupby(
+                sorted(swaps, key=lambda swap: _sort_key(swaps, swap)),
+                lambda swap: (_without_number(swap.name), *swap[1:]),
+            ):
+                at = remarks.setdefault(remark, len(remarks) + 1) if remark else 0
+                name = _joined([swap.name for swap in group])
+                rows.append((name, *others, f"[{at}]" if at else ""))
+        return rows, [f"[{at}] {remark}" for remark, at in remarks.items()]
 
     def _summary(self) -> str:
         compiled = "; compiled by torch.compile, a model runs torch's norms" if self.swapped else ""
         return f"{len(self.swapped)} swapped, {len(self.left)} left{compiled}"
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # the first number that is a whole part of a name
+
+
+def _without_number(name: str) -> str:
+    return _NUMBER.sub("#", name, count=1)
+
+
+def _sort_key(swaps: list[Swap], swap: Swap) -> int:
+    """Where the first of its group stands, so that groups are together and in the model's order."""
+    kind = _without_number(swap.name), *swap[1:]
+    return next(
+        at for at, each in enumerate(swaps) if (_without_number(each.name), *each[1:]) == kind
+    )
+
+
+def _joined(names: list[str]) -> str:
+    """Names that differ in one number: layers.0-31.norm, 32 norms."""
+    if len(names) == 1:
+        return names[0]
+    numbers = sorted(int(_NUMBER.search(name)[0]) for name in names)
+    ranges = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
+    return f"{_NUMBER.sub(text, names[0], count=1)}, {len(names)} norms"
 
 
 def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> SwappedNorms:
@@ -100,77 +162,80 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         so that optimizers and state dicts stay valid. A module that is used in several places is
         replaced by one module.
     keep_rounding: if a module rounds x_hat before its weight multiplies it, as Hugging Face's Llama
-        does, its replacement does too (round_x_hat).
+        does, its replacement does too (round_x_hat). One that rounds in yet another way is left.
 
     Swapped are
     - torch.nn's LayerNorm and RMSNorm, TransformerEngine's, and apex's fused ones;
-    - every module with one or two parameters of one shape and one input, whose output for random
-      input on the CPU is that of layer_norm or rms_norm, with weight or 1 + weight, and so are its
-      gradients, if it has any. The RMSNorm classes of language models are such modules. The
-      parameters may have any names, such as gamma and beta, and keep them. eps may be an attribute,
-      or a number of up to four digits.
+    - every module that looks like a norm, such as the norms of Hugging Face and timm, and whose
+      output for random input on the CPU is that of layer_norm or rms_norm: with weight or 1 +
+      weight, in float32 to the last bits, in bfloat16 and float16 but for a few roundings, and
+      with their gradients, if it has any.
 
-    Not replaced ("left") are modules with hooks, with parametrized weights, with a weight such as
-    (1,) or (1, 1, C), with a __call__ or _load_from_state_dict of their own, or with a forward that
-    does more or depends on the shape of its input. Norms that torch.compile or
-    FullyShardedDataParallel has wrapped are left. So is model itself: only its parent could replace
-    it. The result lists those that look like a norm, with the reason. A module looks like a norm by
-    the names of its class or parameters, or if the size of its input does not change its output.
-    One without parameters does if it returns about what a norm of 24 columns returns.
+    A module looks like a norm if "norm" is in the name of its class, or if it has a weight, perhaps
+    a bias, and an eps. Those that are not swapped are listed as left, with the reason: other
+    parameters than weight and bias, an eps that is no attribute, hooks, parametrized weights, a
+    __call__ of their own, a forward that does more or depends on the shape of its input, wrappers
+    of torch.compile and FullyShardedDataParallel. So is model itself: only its parent could replace
+    it.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
     torch.compile, DistributedDataParallel or FullyShardedDataParallel wraps the model.
 
-    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back.
-    Raises TypeError if model is not a torch.nn.Module.
+    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. An error
+    leaves the model as it was. Raises TypeError if model is not a torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {type_in_words(model)}; expected a torch.nn.Module")
-    report = SwappedNorms()
+    report = SwappedNorms(_model=model)
     if _looks_like_a_norm(model):
         reason = (
             "it is the model itself, and only what holds a module can hold another in its place: "
             "swap inside torch.nn.Sequential(model)"
         )
         report.left.append(Swap("(model)", _name(model), "", reason))
-    seen: dict[torch.nn.Module, tuple[str, torch.nn.Module | None]] = {}
-    for path, parent, name, module in list(_places(model)):
+    places, seen, probed = [], {}, {}
+    for path, parent, name, module in _norms_in(model):
         if private.is_compiled(parent):
             replacement, remark = None, "torch.compile has wrapped it; expected the swap before"
         elif module in seen:
             first, replacement = seen[module]
             remark = f"the module of {first}"
         else:
-            replacement, remark = _replace(module, keep_rounding)
+            replacement, remark = _replace(module, keep_rounding, probed)
             seen[module] = path, replacement
         if replacement is None:
-            kind = normalized_input(module)
-            if kind == "images" and remark.startswith("its forward raised"):
-                remark = "it normalises images of shape (N, C, H, W); expected rows"
-            if kind or _looks_like_a_norm(module) or _is_named_as_a_norm(module):
-                report.left.append(Swap(path, _name(module), "", remark))
+            report.left.append(Swap(path, _name(module), "", remark))
         else:
-            report._places.append((parent, name, module, replacement))
+            places.append((parent, name, module, replacement))
+            report._pairs.append((path, module, replacement))
             report.swapped.append(Swap(path, _name(module), _name(replacement), remark))
-    for parent, name, _, replacement in report._places:  # last: an error leaves the model as it was
-        setattr(parent, name, replacement)
+    done = []
+    try:
+        for place in places:
+            parent, name, _, replacement = place
+            done.append(place)
+            setattr(parent, name, replacement)
+    except BaseException:
+        for parent, name, module, _ in done:
+            parent._modules[name] = module
+        raise
     return report
 
 
-def _places(
+def _norms_in(
     model: torch.nn.Module,
-) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
-    """(dotted name, parent, name in it, module) of all that may be a norm.
+) -> list[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
+    """(dotted name, parent, name in it, module) of all that looks like a norm.
 
-    A shared module comes once for each of its places. A lazy one has no shape yet.
+    A shared module comes once for each of its places.
     """
-    for prefix, parent in model.named_modules():
-        for name, module in parent._modules.items():
-            if module is None or any(map(is_lazy, parameters_of(module).values())):
-                continue
-            if _looks_like_a_norm(module) or _may_be_a_norm(module):
-                yield f"{prefix}.{name}" if prefix else name, parent, name, module
+    return [
+        (f"{prefix}.{name}" if prefix else name, parent, name, module)
+        for prefix, parent in model.named_modules()
+        for name, module in parent._modules.items()
+        if module is not None and _looks_like_a_norm(module)
+    ]
 
 
 def _name(module: torch.nn.Module) -> str:
@@ -179,51 +244,25 @@ def _name(module: torch.nn.Module) -> str:
 
 
 def _looks_like_a_norm(module: torch.nn.Module) -> bool:
-    """Whether its class is named like a norm, or it has only a weight and an eps.
+    """Whether its class is named like a norm, or it has a weight, perhaps a bias, and an eps.
 
-    A module with children is not a norm, whatever its name.
+    Not one with modules inside, whatever its name, nor a lazy one, which has no shape yet, nor one
+    of TorchScript, whose forward cannot be looked at.
     """
-    if isinstance(module, Norm):
+    parameters = parameters_of(module)
+    if isinstance(module, Norm) or type(module).__module__.startswith("torch.jit."):
         return False
-    if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
-        return True
-    if _is_torchs(module) or (
-        module._modules and not torch.nn.utils.parametrize.is_parametrized(module)
-    ):
+    if any(map(is_lazy, parameters.values())):
+        return False
+    if module._modules and not is_parametrized(module):
         return False
     if re.search("norm", type(module).__name__, re.IGNORECASE):
-        return not re.search("(batch|group|instance)_?norm", type(module).__name__, re.IGNORECASE)
-    return [*parameters_of(module)] == ["weight"] and bool(eps_of(module))
+        return True
+    return "weight" in parameters and {*parameters} <= {"weight", "bias"} and bool(eps_of(module))
 
 
-def _may_be_a_norm(module: torch.nn.Module) -> bool:
-    """Whether it holds up to two parameters of one shape, as a norm does, and no modules.
-
-    It may also hold a number, such as an eps that is learned.
-    """
-    parameters = parameters_of(module).values()
-    vectors = [each for each in parameters if each.numel() != 1]
-    return (
-        len({each.shape for each in vectors}) <= 1
-        and len(vectors) <= 2
-        and len(parameters) <= max(2, len(vectors) + 1)
-        and max((parameter.numel() for parameter in parameters), default=0) <= _MOST_COLS
-        and not module._modules
-        and not isinstance(module, Norm)
-        and not _is_torchs(module)
-    )
-
-
-def _is_named_as_a_norm(module: torch.nn.Module) -> bool:
-    """Whether its parameters are called gamma and beta, or as in other well-known norms."""
-    return tuple(sorted(parameters_of(module))) in _NAMES
-
-
-def _is_torchs(module: torch.nn.Module) -> bool:
-    """Whether it is one of torch.nn's modules other than LayerNorm and RMSNorm, or TorchScript."""
-    return type(module).__module__.startswith(("torch.nn.", "torch.jit."))
-
-
+# The norms of other dimensions, by torch's own names.
+_OTHER = re.compile("(Batch|Group|Instance|LocalResponse|CrossMapLRN|Sync)", re.IGNORECASE)
 # Methods besides forward that change what a module computes or stores. A replacement has torch's.
 _LOST = (
     "__call__",
@@ -233,33 +272,10 @@ _LOST = (
     "get_extra_state",
     "set_extra_state",
 )
-_NAMES = {("beta", "gamma"), ("gamma",), ("a_2", "b_2")}
-# Wider parameters are a table or a matrix; a probe of them would take gigabytes.
-_MOST_COLS = 2**20
-
-
-class _OwnNames(Norm):
-    """A norm whose weight and bias are registered by other names, as the replaced module's were."""
-
-    _own_names: Mapping[str, str] = {}
-
-    def _parameter(self, name: str) -> torch.Tensor | None:
-        return super()._parameter(self._own_names[name]) if name in self._own_names else None
-
-    def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(self._own_names.get(name, name))
-
-
-class RenamedLayerNorm(_OwnNames, LayerNorm):
-    """A LayerNorm whose parameters keep names such as gamma and beta."""
-
-
-class RenamedRMSNorm(_OwnNames, RMSNorm):
-    """An RMSNorm whose weight keeps a name such as scale."""
-
-
-# Known by package and class. Most of them run only on CUDA, and cannot be probed on a CPU.
+# Known by where their class is defined and its name. Most of them run only on CUDA, and cannot be
+# probed on a CPU.
 _KNOWN = {
+    "torch.nn.modules.normalization": {"LayerNorm", "RMSNorm"},
     "transformer_engine": {"LayerNorm", "RMSNorm"},
     "apex": {
         "FusedLayerNorm",
@@ -272,51 +288,59 @@ _KNOWN = {
 
 
 def _is_known(module: torch.nn.Module) -> bool:
-    package = type(module).__module__.partition(".")[0]
-    return type(module).__qualname__ in _KNOWN.get(package, ())
+    kind = type(module)
+    return any(
+        kind.__module__.startswith(package) and kind.__qualname__ in names
+        for package, names in _KNOWN.items()
+    )
 
 
-def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Module | None, str]:
-    """(replacement, how results differ), or (None, why there is none)."""
+def _kind(module: torch.nn.Module) -> tuple:
+    """What a module computes follows from: the layers of a model often have one."""
+    usual = vars(torch.nn.Module())
+    own = {name: value for name, value in vars(module).items() if name not in usual}
+    is_plain = all(isinstance(each, int | float | str | tuple | None) for each in own.values())
+    shapes = [(name, tuple(each.shape)) for name, each in parameters_of(module).items()]
+    return type(module), *shapes, repr(sorted(own.items())) if is_plain else id(module)
+
+
+def _replace(module: torch.nn.Module, keep_rounding: bool, probed: dict) -> tuple[Norm | None, str]:
+    """(replacement, how results differ), or (None, why there is none). probed: by _kind."""
     if obstacle := _obstacle(module):
         return None, obstacle
-    kind = type(module)
-    package = kind.__module__.partition(".")[0]
-    eps, rounds = (eps_of(module) or [None])[0], False
-    own_names = {name: name for name in parameters_of(module)}
-    if kind in (torch.nn.LayerNorm, torch.nn.RMSNorm):
-        formula, remark = Formula(kind is torch.nn.LayerNorm, False, eps), ""
-    elif _is_known(module):
+    kind, package = type(module), type(module).__module__.partition(".")[0]
+    shape, names, remark = _shape(module), parameters_of(module), ""
+    if _is_known(module):
         zero_centered = getattr(module, "zero_centered_gamma", False)
-        formula = Formula("LayerNorm" in kind.__qualname__, zero_centered, eps)
-        casts = package == "transformer_engine" or kind.__qualname__.startswith("Mixed")
-        remark = "y was of the weight's dtype, now of the input's" if casts else ""
+        eps = (eps_of(module) or [None])[0]
+        formula = Formula(shape, "LayerNorm" in kind.__qualname__, zero_centered, eps)
+        if package == "transformer_engine" or kind.__qualname__.startswith("Mixed"):
+            remark = "y had the weight's dtype, now the input's"
     else:
         try:
-            found, reason = probe(module, _shape(module), keep_rounding)
+            key = _kind(module)
+            if key not in probed:
+                probed[key] = probe(module, shape, keep_rounding)
+            formula, remark = probed[key]
         except Exception as error:  # any forward may raise anything
             first_line = str(error).partition("\n")[0]
-            reason = f"its forward raised {type(error).__name__} on the CPU: {first_line}"
-            return None, reason
-        if found is None:
-            return None, reason
-        formula, own_names, rounds, remark = found
-    extras = {"zero_centered_gamma": formula.zero_centered, "round_x_hat": rounds}
+            return None, f"its forward raised {type(error).__name__} on the CPU: {first_line}"
+        if formula is None:
+            return None, remark
+    options = {
+        "zero_centered_gamma": formula.zero_centered,
+        "round_x_hat": formula.rounds,
+        "elementwise_affine": "weight" in names,
+    }
     if package == "transformer_engine":
-        extras["launch"] = _launch_of(module)
-        extras["sequence_parallel"] = getattr(module, "sequence_parallel", None)
+        options["launch"] = _launch_of(module)
+        options["sequence_parallel"] = getattr(module, "sequence_parallel", None)
     if package == "apex":
-        extras["memory_efficient"] = getattr(module, "memory_efficient", False)
-    affine = {"elementwise_affine": "weight" in own_names}
+        options["memory_efficient"] = getattr(module, "memory_efficient", False)
     if formula.centered:
-        affine["bias"] = "bias" in own_names
+        options["bias"] = "bias" in names
     norm_class = LayerNorm if formula.centered else RMSNorm
-    if any(name != own for name, own in own_names.items()):
-        norm_class = RenamedLayerNorm if formula.centered else RenamedRMSNorm
-    replacement = norm_class(_shape(module), formula.eps, device="meta", **affine, **extras)
-    if isinstance(replacement, _OwnNames):
-        replacement._parameters.clear()
-        replacement._own_names = own_names
+    replacement = norm_class(shape, formula.eps, device="meta", **options)
     _hand_over(module, replacement)
     return replacement, remark
 
@@ -343,46 +367,60 @@ def _shape(module: torch.nn.Module) -> tuple[int, ...]:
     return extents_of(getattr(module, "normalized_shape", None) or ())
 
 
-def _obstacle(module: torch.nn.Module) -> str:
-    """Why it is left, whatever it computes; "" if there is no reason."""
-    if torch.nn.utils.parametrize.is_parametrized(module):
+def _change(module: torch.nn.Module) -> str:
+    """What was done to a module after it was made, which another in its place would lose; or ""."""
+    if is_parametrized(module):
         return f"its {' and '.join(module.parametrizations)} is parametrized"
-    attributes = vars(module).items()
     hooks = sorted(
-        name.strip("_") for name, value in attributes if name.endswith("hooks") and value
+        name.strip("_")
+        for name, value in vars(module).items()
+        if name.endswith("hooks") and {*value.values()} - {calls_the_norm}
     )
     if hooks:
         return f"it has {', '.join(hooks)}"
     if "forward" in vars(module):
         return "its forward was replaced on this object"
-    for name in () if _is_known(module) else _LOST:
-        if getattr(type(module), name) is not getattr(torch.nn.Module, name):
-            return f"its class has a {name} of its own"
-    for name, value in attributes:
-        if isinstance(value, torch.Tensor) and not re.search("(^|_)eps", name):
+    if isinstance(module, Norm) and type(module) not in (LayerNorm, RMSNorm):
+        return f"it is a {type(module).__qualname__} now"
+    for name, parameter in parameters_of(module).items():
+        if type(parameter) is not torch.nn.Parameter:
+            kind = type(parameter).__name__
+            return f"its {name} is a {kind}; expected a plain torch.nn.Parameter"
+        if type(parameter.data) is not torch.Tensor or private.is_flattened(parameter):
+            return "it has been sharded, as by FullyShardedDataParallel"
+    return ""
+
+
+def _obstacle(module: torch.nn.Module) -> str:
+    """Why it is left, whatever it computes; "" if there is no reason."""
+    name = type(module).__name__
+    if _OTHER.search(name):
+        return "it normalises over other dimensions than the last ones"
+    if name.lower().endswith("2d"):
+        return "it normalises images of shape (N, C, H, W); expected rows"
+    if change := _change(module):
+        return change
+    for method in () if _is_known(module) else _LOST:
+        if getattr(type(module), method) is not getattr(torch.nn.Module, method):
+            return f"its class has a {method} of its own"
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor):
             return f"its attribute {name} is a tensor; expected a parameter"
     if type(module).__module__.startswith("transformer_engine.pytorch.ops"):
         return "TransformerEngine fuses it with what follows"
     parameters = parameters_of(module)
-    held = {*parameters, *module._buffers, *module._modules}
-    if len(parameters) > 2 or len(held) > len(parameters):
+    held = {*parameters, *module._buffers}
+    if not held <= {"weight", "bias"} or {*module._buffers} or held == {"bias"}:
         return f"it holds {', '.join(sorted(held))}; expected a weight and perhaps a bias"
-    for name, parameter in parameters.items():
-        if type(parameter) is not torch.nn.Parameter:
-            kind = type(parameter).__name__
-            return f"its {name} is a {kind}; expected a plain torch.nn.Parameter"
-        if private.is_flattened(parameter):
-            return "FullyShardedDataParallel has wrapped it; expected the swap before"
     shape = _shape(module)
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if type(module) not in (torch.nn.LayerNorm, torch.nn.RMSNorm) and 1 in shape:
-        first = next(iter(parameters))
+    if not _is_known(module) and 1 in shape:
         return (
-            f"its {first} has shape {shape}; expected no dimension of 1, over which nothing says "
+            f"its weight has shape {shape}; expected no dimension of 1, over which nothing says "
             "whether it normalises"
         )
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if len({*shapes.values()}) > 1:
         each = ", its ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
         return f"its {each}; expected one shape"

@@ -10,8 +10,7 @@ from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import widest
 from ..plan.problem import DIRECTIONS, NORMS, SCALINGS
-from ..plan.product_choice import choose
-from ..plan.products import NormLinearProblem
+from ..plan.product_plan import NormLinearProblem, choose
 from ..plan.strategies import STRATEGIES
 from .plans import WITHOUT_GPU, plan
 from .plans import device_of as named_device

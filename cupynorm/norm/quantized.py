@@ -470,7 +470,7 @@ def sum_words(partials_shape: tuple[int, int]) -> Words:
 def update_scales(
     scale: Array, history: Array, largest: Array, factor: float, *, most_recent: bool
 ) -> None:
-    """The end of a step of delayed scaling, in place, by one launch: what cupynorm.nn.fp8.updated
+    """The end of a step of delayed scaling, in place, by one launch: what nn/scales.py's updated
     gives.
 
     scale, largest: [num_tensors]; history: [num_steps, num_tensors]; all float32, contiguous, on a

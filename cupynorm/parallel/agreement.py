@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ..linear.call import Operands
-from ..nn import autocast, modes
+from ..linear.operands import Operands
+from ..nn import modes, scales
 from ..nn.dtypes import product_dtype
 from ..nn.private import is_any_autocast_enabled
 from ..nn.recipes import DelayedScaling, Recipe
@@ -40,7 +40,7 @@ _NUM_SAID = 7  # names of a call, as far as its recipe, that a message about a t
 
 
 def kind_of(
-    operands: Operands, region: autocast.Region | None, training: bool, fp8_grad: bool
+    operands: Operands, region: scales.Region | None, training: bool, fp8_grad: bool
 ) -> tuple:
     """What ranks must agree on in each call, cheap to look up: see `describe`."""
     input, _, norm_weight, norm_bias, weights, _ = operands
@@ -53,11 +53,11 @@ def kind_of(
             weights[0].requires_grad or (len(weights) > 1 and modes.wants_gradient(*weights)),
         )
     cast = product_dtype(input) if is_any_autocast_enabled() else input.dtype
-    of_region = _kind_of_region(region or autocast.calibration(), fp8_grad)
+    of_region = _kind_of_region(region or scales.calibration(), fp8_grad)
     return input.shape, input.dtype, cast, training, recorded, of_region
 
 
-def _kind_of_region(region: autocast.Region | None, fp8_grad: bool) -> tuple | None:
+def _kind_of_region(region: scales.Region | None, fp8_grad: bool) -> tuple | None:
     if region is None:
         return None
     recipe = region.recipe or region.calibration
@@ -69,7 +69,7 @@ def _kind_of_region(region: autocast.Region | None, fp8_grad: bool) -> tuple | N
     return recipe, region.recipe is None, region.group, fp8_grad
 
 
-def describe(kind: tuple, region: autocast.Region | None, *, shares_scales: bool) -> dict[str, Any]:
+def describe(kind: tuple, region: scales.Region | None, *, shares_scales: bool) -> dict[str, Any]:
     """A kind by names. shares_scales: whether ranks share an 8-bit tensor."""
     shape, dtype, dtype_of_products, training, recorded, of_region = kind
     names = ("input", "layer_norm_weight", "layer_norm_bias", "weight")
@@ -83,7 +83,7 @@ def describe(kind: tuple, region: autocast.Region | None, *, shares_scales: bool
         )
         or "nothing",
     }
-    region = region or autocast.calibration()
+    region = region or scales.calibration()
     if region is None or of_region is None:
         return found | {"the recipe of fp8_autocast": "none"}
     recipe = region.recipe or region.calibration

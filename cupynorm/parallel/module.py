@@ -1,9 +1,7 @@
 """torch: LayerNormLinear on one rank or several: which part of it a rank has, and its calls.
 
-function.py         a call, differentiable, eager and for torch.compile
-column.py, row.py   what ranks compute and exchange in it
-products.py         their products, in the dtype of the call or in 8-bit floats
 sharding.py         how the ranks share the layer
+column.py, row.py   what ranks compute and exchange, where it is not that of linear/products.py
 ranks.py            the group and its collectives
 agreement.py        what ranks must agree on, and how they compare it
 checkpoints.py      state dicts that load on another number of ranks
@@ -13,27 +11,33 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 
-from ..linear.call import LinearCall, Operands, is_fused
-from ..linear.fp8 import RegionCall
-from ..linear.function import check_call
-from ..linear.matrices import as_rows
-from ..linear.module import OneRankLayerNormLinear
-from ..linear.weight_gradients import WeightGradientSink
-from ..nn import autocast, modes
-from ..nn.dtypes import product_dtype
+from ..linear import parameters
+from ..linear.layers import LinearLayer
+from ..linear.operands import (
+    LinearOptions,
+    Operands,
+    check_eps,
+    check_fused,
+    concatenate,
+    is_fused,
+    launch_of,
+)
+from ..linear.products import ONE_RANK, OneRank
+from ..nn import modes, scales
+from ..nn.dtypes import SUPPORTED
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
 from . import agreement
-from .function import check_plain, project, project_by_torch
-from .products import FloatProducts, QuantizedProducts
 from .ranks import Ranks, group_size
 from .sharding import Sharding
 
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 MODES = (None, "column", "row")
 ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")  # of TransformerEngine
 WITHOUT_EFFECT = (
@@ -58,12 +62,144 @@ COMPARED = (
 )
 
 
-class LayerNormLinear(OneRankLayerNormLinear):
-    __doc__ = OneRankLayerNormLinear.__doc__
+class LayerNormLinear(LinearLayer):
+    """A norm and the linear layer after it.
+
+    It has TransformerEngine's arguments in TransformerEngine's order, its parameters and its state
+    dict.
+
+    Examples:
+        >>> layer = cupynorm.LayerNormLinear(64, 192, normalization="RMSNorm", device="cpu")
+        >>> layer(torch.randn(8, 64)).shape
+        torch.Size([8, 192])
+        >>> [name for name, _ in layer.named_parameters()]
+        ['layer_norm_weight', 'weight', 'bias']
+
+    in_features: the width of the norm.
+    out_features: rows of the linear weight, of all parts together.
+    eps: of the norm.
+    normalization: "LayerNorm" or "RMSNorm" (no bias in the norm).
+    zero_centered_gamma: multiply by 1 + layer_norm_weight, which is initialised to 0.
+    bias: whether the linear layer has one. return_bias: do not add it, return it.
+    return_layernorm_output: also return the normalised tensor.
+    return_layernorm_output_gathered: the normalised tensor of all ranks, here the same.
+    parameters_split: names, which share out_features evenly, or a dict of names and sizes. The
+        parameters are then name_weight and name_bias instead of weight and bias, views that follow
+        each other in one storage.
+    init_method: fills each weight in place; by default normal with standard deviation 0.023.
+    get_rng_state_tracker: init_method runs inside get_rng_state_tracker().fork(), or fork(name)
+        where the module's attribute rng_tracker_name is set.
+    params_dtype: of the parameters; by default torch's.
+    device: "meta" leaves memory and values to to_empty() and reset_parameters().
+    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must exist. It is
+        overwritten by the first backward after a forward with is_first_microbatch=True, or if
+        weight.overwrite_main_grad is true. A weight with an attribute grad_added_to_main_grad gets
+        it set to True, and a gradient without meaning.
+    delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one
+        call for each backward. Both are refused inside DistributedDataParallel and fully_shard,
+        which would miss the gradient; Megatron's reducer has hooks for them.
+    parallel_mode: None, "column" or "row": how the ranks of tp_group share the layer. The biases
+        of "column" get the attributes that weights have: tensor_model_parallel, partition_dim and
+        partition_stride.
+    tp_group: of torch.distributed. tp_size: its size, where set_tensor_parallel_group() gives the
+        group later. With one rank nothing is shared, whatever the other arguments are.
+    sequence_parallel: "column": the input has this rank's rows (its first dimension); "row": the
+        output has.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
+    symmetric_ar_type (None, "one_shot", "two_shot" or "multimem_all_reduce"): accepted, with a
+        warning where several ranks share the layer. They have no effect on results, nor on
+        collectives, which run beside products where they can: docs/parallel.md.
+    ub_name, name: for the user.
+
+    By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as for
+    cupynorm.layer_norm_linear; and reduce_norm_gradients: with "column" and sequence_parallel, sum
+    the gradients of the norm's parameters over tp_group in backward. Otherwise their attribute
+    sequence_parallel tells Megatron to.
+
+    Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
+    it returns out (..., out_features), or a tuple of out, the bias (an empty tensor without one)
+    and the normalised tensor, those that were requested. A cupynorm.QuantizedTensor as input is
+    dequantised.
+
+    is_first_microbatch: True for the first of several forwards with the same parameters, False for
+        the others. The weight is then quantised once. None: it is quantised each time.
+
+    Raises ValueError, TypeError or NotImplementedError for invalid arguments.
+    """
+
+    rng_tracker_name: str | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+        *,
+        save_normalized: bool = False,
+        fused: str | None = None,
+        sm_margin: int | Mapping[str, int] = 0,
+        reduce_norm_gradients: bool = False,
+    ) -> None:
+        arguments = locals()
+        _check_choices(arguments)
+        launch_of(sm_margin)
+        check_eps(eps, "float32", centered=normalization == "LayerNorm")
+        super().__init__()
+        self.in_features, self.out_features, self.eps = in_features, out_features, eps
+        self._share(arguments)
+        self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        gathered = return_layernorm_output_gathered and return_layernorm_output
+        self.return_layernorm_output_gathered = gathered
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.parallel_mode, self.ub_name, self.name = parallel_mode, ub_name, name
+        self.save_normalized, self.fused, self.sm_margin = save_normalized, fused, sm_margin
+        self.init_method, self.get_rng_state_tracker = init_method, get_rng_state_tracker
+        for name in ("init_method", "get_rng_state_tracker"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise TypeError(f"{name} is {value!r}; expected a function or None")
+        self.begin_state()
+        try:
+            parameters.make(self, parameters_split, device, params_dtype)
+            self.reset_parameters()
+        except (AssertionError, RuntimeError) as error:  # what torch says depends on its build
+            if torch.device(device).type != "cuda" or torch.cuda.is_available():
+                raise
+            raise ValueError(
+                f"device is {str(device)!r}, but torch finds no GPU; expected device='cpu' here"
+            ) from error
 
     # Parameters.
 
     def _share(self, arguments: Mapping[str, Any]) -> None:
+        """Takes the arguments of parallelism."""
         mode, group, size = arguments["parallel_mode"], arguments["tp_group"], arguments["tp_size"]
         if mode not in MODES:
             raise ValueError(f"parallel_mode is {mode!r}; expected None, 'column' or 'row'")
@@ -85,28 +221,39 @@ class LayerNormLinear(OneRankLayerNormLinear):
                     f"expected a multiple of {size}"
                 )
             setattr(self, name, arguments[name] // size)
-        if is_shared and mode == "column":
-            self._num_out_shards = size
         self._is_shared = is_shared
         _check_collectives(arguments, is_shared=is_shared)
 
-    def _mark_parameters(self) -> None:
-        super()._mark_parameters()
-        of_norm = [
-            each for each in (self.layer_norm_weight, self.layer_norm_bias) if each is not None
-        ]
-        if self.parallel_mode == "row" and self._is_shared:
-            for parameter in of_norm:
-                _mark(parameter, 0)
-            for weight in self._weights():
-                _mark(weight, 1)
-            for bias in self._biases():
+    def reset_parameters(self) -> None:
+        """Sets the first values and the attributes of the parameters.
+
+        layer_norm_weight is 1 (0 if zero-centered), each weight is filled by init_method, biases
+        are 0. On "meta" only the attributes are set.
+        """
+        self.mark_parameters()
+        if not self.layer_norm_weight.is_meta:
+            parameters.fill(self)
+
+    def mark_parameters(self) -> None:
+        super().mark_parameters()
+        is_row = self.parallel_mode == "row" and self._is_shared
+        reduced = self._is_shared and self.reduce_norm_gradients
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel and not (is_row or reduced)
+        split = [*self.weights(), *(self.biases() if self.parallel_mode == "column" else ())]
+        if is_row:
+            norm = (self.layer_norm_weight, self.layer_norm_bias)
+            split += [each for each in norm if each is not None]
+            for bias in self.biases():
                 # Only a bias that is returned is added to some rows on each rank.
                 bias.sequence_parallel = self.sequence_parallel and self.return_bias
-        else:
-            reduced = self._is_shared and self.reduce_norm_gradients
-            for parameter in of_norm:
-                parameter.sequence_parallel = self.sequence_parallel and not reduced
+            for weight in self.weights():
+                weight.sequence_parallel = False
+        for parameter in split:
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = int(is_row and parameter.ndim == 2)
+            parameter.partition_stride = 1
 
     def shard_dims(self) -> dict[str, int]:
         """The parameters of which each rank has a part, and the dimension that is split."""
@@ -139,33 +286,72 @@ class LayerNormLinear(OneRankLayerNormLinear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]:
+        """The call.
+
+        Inside cupynorm.fp8_autocast:
+        fp8_output: without gradients, return out as a QuantizedTensor of its rows. Its scale is of
+            its own amax, except where the recipe's scales are of blocks.
+        fp8_grad: round the gradient of the normalised tensor to an 8-bit float too, before that of
+            return_layernorm_output is added.
+        """
+        if self._runs_untraced():
+            run = modes.run_untraced(self.forward)
+            return run(inp, is_first_microbatch, fp8_output, fp8_grad)
+        if isinstance(inp, QuantizedTensor):
+            inp = inp.dequantize()
+        self._check_input(inp)
+        operands = Operands(
+            inp,
+            None,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.weights(),
+            [] if self.return_bias else self.biases(),
+        )
+        y, normalized = self._call(
+            operands,
+            self._region(),
+            is_first_microbatch,
+            fp8_output=fp8_output,
+            fp8_grad=fp8_grad,
+        )
+        if not self.return_bias and not self.return_layernorm_output:
+            return y
+        results: list[Any] = [y]
+        if self.return_bias:
+            bias = concatenate(self.biases(), y.dtype)
+            results.append(inp.new_empty(0, dtype=y.dtype) if bias is None else bias)
+        if self.return_layernorm_output:
+            results.append(normalized)
+        return tuple(results)
+
+    def _runs_untraced(self) -> bool:
+        """Also where several ranks share the layer, but for what Sharding.by_torch computes."""
         if self._is_shared and (modes.is_compiling() or modes.present_tracer()):
-            if self._is_traced(inp):
-                return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
-            call = modes.run_untraced(self.forward)
-            return call(inp, is_first_microbatch, fp8_output, fp8_grad)
-        return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
+            is_traced = modes.is_compiling() and self.parallel_mode == "column"
+            is_traced = is_traced and self.tp_group is not None and not is_fused(self.fused)
+            has_sink = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+            if not is_traced or has_sink:
+                return True
+        return super()._runs_untraced()
 
-    forward.__doc__ = OneRankLayerNormLinear.forward.__doc__
-
-    def _is_traced(self, inp: Tensor | QuantizedTensor) -> bool:
-        """Whether torch.compile sees the operations of a call: function.project_by_torch."""
-        return (
-            modes.is_compiling()
-            and self.parallel_mode == "column"
-            and isinstance(inp, Tensor)
-            and self.tp_group is not None
-            and not is_fused(self.fused)
-            and not self.fuse_wgrad_accumulation
-            and not self.delay_wgrad_compute
-            and not autocast.is_inside()
-            and not autocast.runs
+    def linear_options(self, dtype: torch.dtype) -> LinearOptions:
+        """The layer's options for products of a dtype."""
+        return LinearOptions(
+            self.normalization == "LayerNorm",
+            self.eps,
+            bool(self.zero_centered_gamma),
+            self.return_layernorm_output,
+            self.save_normalized and not is_fused(self.fused),
+            self.fused,
+            launch_of(self.sm_margin),
+            dtype,
         )
 
     def _call(
         self,
         operands: Operands,
-        region: autocast.Region | None,
+        region: scales.Region | None,
         is_first_microbatch: bool | None,
         **options: Any,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
@@ -175,10 +361,10 @@ class LayerNormLinear(OneRankLayerNormLinear):
                 self._agree(kind, region, operands)
         return super()._call(operands, region, is_first_microbatch, **options)
 
-    def _agree(self, kind: tuple, region: autocast.Region | None, operands: Operands) -> None:
+    def _agree(self, kind: tuple, region: scales.Region | None, operands: Operands) -> None:
         """Raises before any collective unless all ranks make this kind of call."""
         self._ranks.check_group()
-        check_plain(operands)
+        self.sharding.check_plain(operands)
         call = agreement.describe(kind, region, shares_scales=self._shares_scales)
         call |= {name: getattr(self, name) for name in COMPARED}
         call |= {
@@ -216,57 +402,23 @@ class LayerNormLinear(OneRankLayerNormLinear):
             )
 
     @property
-    def _sharding(self) -> Sharding:
-        is_gathered = self.return_layernorm_output_gathered and self.sequence_parallel
+    def sharding(self) -> OneRank:
+        """How the ranks share the layer."""
+        if not self._is_shared:
+            return ONE_RANK
         return Sharding(
             self._ranks,
             self.parallel_mode,
-            self.sequence_parallel,
-            is_gathered and self.parallel_mode == "column",
-            self.reduce_norm_gradients,
+            sequence_parallel=self.sequence_parallel,
+            gathered=self.return_layernorm_output_gathered,
+            reduces_norm=self.reduce_norm_gradients,
         )
 
-    def _project(
-        self,
-        operands: Operands,
-        is_first_microbatch: bool | None,
-        sink: WeightGradientSink | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not self._is_shared:
-            return super()._project(operands, is_first_microbatch, sink)
-        call = LinearCall(operands, self.linear_options(product_dtype(operands.input)))
-        check_call(call)
-        if modes.is_compiling():
-            return project_by_torch(call, self._sharding)
-        folded = self._fold(call, is_first_microbatch)
-        return project(FloatProducts(call.options, self._sharding, folded), operands, sink)
+    @property
+    def _shares_scales(self) -> bool:
+        return self.sequence_parallel or self.parallel_mode == "row"
 
-    def _project_in_fp8(
-        self, call: RegionCall, operands: Operands, fp8_output: bool
-    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-        if not self._is_shared:
-            return super()._project_in_fp8(call, operands, fp8_output)
-        call = self._checked(call, operands, fp8_output)
-        check_plain(operands)
-        has_sink = call.recorded and self._has_sink()
-        sink = self._make_sink(call.is_first_microbatch) if has_sink else None
-        quantized, weight = self.begin_in_fp8(call, operands)
-        products = QuantizedProducts(quantized, self._sharding, weight)
-        y, normalized = project(products, operands, sink)
-        self._take_step(sink)
-        if fp8_output:
-            y = quantized.quantizers.quantize("output", as_rows(y))
-        return y, normalized
-
-    def _record_amaxes(self, operands: Operands, region: autocast.Region) -> None:
-        if self._is_shared and self.parallel_mode == "row":
-            raise NotImplementedError(
-                f"calibrating is True and parallel_mode 'row' with tp_size {self.tp_size}; "
-                "expected calibrating=False, because a rank has no whole rows to normalise"
-            )
-        super()._record_amaxes(operands, region)
-
-    def _check_amaxes(self, region: autocast.Region) -> None:
+    def _check_amaxes(self, region: scales.Region) -> None:
         """Raises where ranks that share an 8-bit tensor would have scales of their own.
 
         The ranks have agreed on the group, so that it has all of them or none.
@@ -285,17 +437,53 @@ class LayerNormLinear(OneRankLayerNormLinear):
                 "ranks of tp_group"
             )
 
-    @property
-    def _shares_scales(self) -> bool:
-        return self.sequence_parallel or self.parallel_mode == "row"
+    # State.
+
+    def _apply(self, function: Callable, recurse: bool = True) -> LayerNormLinear:
+        super()._apply(function, recurse)
+        if not self.use_bias:
+            for name in self.bias_names:
+                setattr(self, name, function(getattr(self, name)))
+        return self
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            parameters.separate_parts(self, destination, prefix)
 
     def extra_repr(self) -> str:
-        if not self._is_shared:
-            return super().extra_repr()
-        return (
-            f"{super().extra_repr()}, parallel_mode={self.parallel_mode!r}, "
-            f"tp_size={self.tp_size}, sequence_parallel={self.sequence_parallel}"
-        )
+        values = {
+            "eps": (self.eps, 1e-5),
+            "bias": (self.use_bias, True),
+            "normalization": (self.normalization, "LayerNorm"),
+            "zero_centered_gamma": (self.zero_centered_gamma, False),
+            "save_normalized": (self.save_normalized, False),
+            "fused": (self.fused, None),
+        }
+        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
+        parts += [f"{name}={value!r}" for name, (value, usual) in values.items() if value != usual]
+        if self._is_shared:
+            parts += [f"parallel_mode={self.parallel_mode!r}", f"tp_size={self.tp_size}"]
+            parts.append(f"sequence_parallel={self.sequence_parallel}")
+        return ", ".join(parts)
+
+
+def _check_choices(arguments: Mapping[str, Any]) -> None:
+    normalization, fused = arguments["normalization"], arguments["fused"]
+    if normalization not in NORMALIZATIONS:
+        expected = " or ".join(map(repr, NORMALIZATIONS))
+        raise ValueError(f"normalization is {normalization!r}; expected {expected}")
+    check_fused(fused, return_layernorm_output=arguments["return_layernorm_output"])
+    dtype = arguments["params_dtype"]
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):
+        expected = ", ".join(sorted(map(str, SUPPORTED)))
+        raise TypeError(f"params_dtype is {dtype!r}; expected {expected}, or None")
+    for name in ("in_features", "out_features"):
+        features = arguments[name]
+        if isinstance(features, bool) or not isinstance(features, numbers.Integral):
+            raise TypeError(f"{name} is {features!r}; expected an int, 1 or more")
+        if features < 1:
+            raise ValueError(f"{name} is {features}; expected an int, 1 or more")
 
 
 def _check_collectives(arguments: Mapping[str, Any], *, is_shared: bool) -> None:
@@ -320,9 +508,3 @@ def _size(group: Any, size: Any) -> int:
     if size < 1:
         raise ValueError(f"tp_size is {size}; expected 1 or more")
     return group_size(group) if group is not None and size == 1 else size
-
-
-def _mark(parameter: Tensor, dim: int) -> None:
-    parameter.tensor_model_parallel = True
-    parameter.partition_dim, parameter.partition_stride = dim, 1
-    parameter.sequence_parallel = False

@@ -7,13 +7,13 @@ after it; gloo communicates in a thread, and wait() blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from ..gpu.arrays import type_in_words
+from ..linear.products import Pending
 from . import agreement
 
 
@@ -24,24 +24,6 @@ def _function(*names: str) -> Any:
 
 _gather = _function("all_gather_single", "all_gather_into_tensor")
 _scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
-
-
-class Pending:
-    """A collective that may still run.
-
-    work: of torch.distributed, or None where there is nothing to wait for.
-    keeps: the tensors that it reads.
-    """
-
-    def __init__(self, result: Tensor, work: Any = None, keeps: Tensor | None = None) -> None:
-        self._result, self._work, self._keeps = result, work, keeps
-
-    def wait(self) -> Tensor:
-        """The result, on the present stream."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = self._keeps = None
-        return self._result
 
 
 class Ranks:
@@ -141,16 +123,6 @@ def group_size(group: Any) -> int:
             f"tp_group is {type_in_words(group)}; expected a group of torch.distributed"
         )
     return group.size()
-
-
-def together(tensors: list[Tensor], reduce: Callable[[Tensor], Pending]) -> list[Tensor]:
-    """Tensors of any shapes, reduced by one collective in the widest of their dtypes."""
-    dtype = tensors[0].dtype
-    for each in tensors:
-        dtype = torch.promote_types(dtype, each.dtype)
-    joined = reduce(torch.cat([each.reshape(-1).to(dtype) for each in tensors])).wait()
-    parts = joined.split([each.numel() for each in tensors])
-    return [part.reshape(each.shape).to(each.dtype) for part, each in zip(parts, tensors)]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -26,71 +26,77 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..linear.call import LinearOptions, Operands, check_eps
-from ..linear.matrices import as_rows
+from ..linear.operands import LinearOptions, Operands, as_rows, check_eps, join
+from ..linear.products import Incoming, Products, Result, Saved, norm_of_rows
 from ..linear.weight_gradients import WeightGradientSink
-from ..nn.dtypes import name_of
-from ..norm import calls
-from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest
-from .products import Kept, Products, joined_bias, weight_gradients
+from ..nn.dtypes import arithmetic, name_of
+from ..norm.quantized import QuantizedTensor
 from .ranks import Ranks
 
 
 def forward(
-    products: Products, operands: Operands
-) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """y, this rank's columns of normalized (None unless requested), and what `backward` needs."""
+    products: Products,
+    operands: Operands,
+    weight: QuantizedTensor | None = None,
+    given: QuantizedTensor | None = None,
+    *,
+    recorded: bool,
+) -> Result:
+    """As linear.products.forward. normalized is this rank's columns of it.
+
+    What is saved as rstd are the statistics of statistics_of_rows.
+    """
     options, sharding, input = products.options, products.sharding, operands.input
     part = normalize_part(as_rows(input), options.centered)
     statistics = statistics_of_rows(as_rows(input), part, options, sharding.ranks)
     values = normalize(operands, options, statistics, products.value_dtype, part.x_hat)
     del part
     rows = products.rows(values)
-    weight, saved_weight = products.weight(operands.weights)
-    reduction = sharding.reduce(products.multiply(rows, weight))
-    normalized = None
+    factor, saved_weight = products.weight(join(operands.weights), weight)
+    y = products.multiply(rows, factor, options.dtype, fast=True)
+    reduction, normalized = sharding.reduce(y), None
     if options.return_normalized:
         if values.dtype != options.dtype:
             values = normalize(operands, options, statistics, options.dtype)
         normalized = values.reshape(input.shape)
     y, shape = reduction.wait(), input.shape
     if sharding.sequence_parallel:
-        shape = (len(input) // sharding.ranks.size, *shape[1:])
-    y = y.reshape(*shape[:-1], y.shape[-1])
-    bias = joined_bias(operands.biases, options.dtype)
-    y = y if bias is None else y + bias
-    return y, normalized, (statistics, *products.keep(rows), *saved_weight)
+        shape = (len(input) // sharding.size, *shape[1:])
+    y, bias = y.reshape(*shape[:-1], y.shape[-1]), join(operands.biases)
+    y = y if bias is None else y + bias.to(options.dtype)
+    kept = products.keep(rows, recorded=recorded)
+    saved = Saved(input, None, statistics, *operands[2:4], *kept, *saved_weight)
+    return Result(y, normalized, input, saved)
 
 
 def backward(
     products: Products,
-    saved: Sequence[Tensor | None],
-    operands: Operands,
-    incoming: tuple[Tensor | None, Tensor | None],
+    saved: Saved,
+    parts: tuple[Sequence[Tensor], Sequence[Tensor]],
+    incoming: Incoming,
     wanted: Sequence[bool],
     sink: WeightGradientSink | None,
 ) -> tuple[Tensor | None, ...]:
-    """As column.backward. Where rows of dy were gathered, each rank has the whole dbias."""
-    statistics, data, scale, *saved_weight = saved
-    options, sharding, (dy, dnormalized) = products.options, products.sharding, incoming
-    input, _, _, _, weights, biases = operands
-    wants_norm, wants_parts = wanted[:3], wanted[3:]
-    wants_weight = any(wants_parts[: len(weights)])
+    """As linear.products.backward. Where rows of dy are gathered, each rank has the whole dbias."""
+    options, sharding, (weights, biases) = products.options, products.sharding, parts
+    operands, statistics, input = saved.operands, saved.rstd, saved.x
+    dy, dnormalized, _ = incoming
+    wants_norm, wants_parts = (wanted[0], *wanted[2:4]), wanted[4:]
 
     def make_values(dtype: torch.dtype) -> Tensor:
         return normalize(operands, options, statistics, dtype)
 
-    total = gradient = normalized = None
+    total = gradient = again = None
     if dy is not None:
         gathering = sharding.ranks.gather(as_rows(dy)) if sharding.sequence_parallel else None
-        if wants_weight:
+        if any(wants_parts[: len(weights)]):
             # The rows of normalized are this rank's alone: nothing is gathered.
-            normalized = products.gather_again(make_values, Kept(data, scale))()
+            again = products.normalized_again(saved, make_values)()
         rows = as_rows(dy) if gathering is None else gathering.wait()
         sum_dtype = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
         gradient = products.gradient(rows, sum_dtype)
         if any(wants_norm):
-            total = products.round(products.dnormalized(gradient, weights, saved_weight))
+            total = products.round(products.dnormalized(gradient, saved, weights))
     if dnormalized is not None:
         dnormalized = as_rows(dnormalized)
         total = dnormalized if total is None else total + dnormalized
@@ -100,19 +106,19 @@ def backward(
         x_hat = x_hat_of(operands, options, statistics)
         if wants_norm[0]:
             sums = sums_of_rows(total, x_hat, norm_scale, options.centered)
-            reduction = sharding.ranks.all_reduce(sums)
-    dparts = weight_gradients(products, operands, gradient, normalized, wants_parts, sink)
+            reduction = sharding.all_reduce(sums)
+    dparts = products.weight_gradients(gradient, again, parts, wants_parts, sink)
 
     of_norm: tuple[Tensor | None, ...] = (None, None, None)
     if x_hat is not None:
         of_parameters = parameter_gradients(total, x_hat, operands, wants_norm[1:])
         dx = None
         if reduction is not None:
-            means = reduction.wait() / (input.shape[-1] * sharding.ranks.size)
+            means = reduction.wait() / (input.shape[-1] * sharding.size)
             dx = dx_of(total, x_hat, norm_scale, means, statistics[-1], input.dtype)
             dx = dx.reshape(input.shape)
         of_norm = dx, *of_parameters
-    gradients = zip((*of_norm, *dparts), wanted)
+    gradients = zip((of_norm[0], None, *of_norm[1:], *dparts), wanted)
     return tuple(each if is_wanted else None for each, is_wanted in gradients)
 
 
@@ -128,12 +134,10 @@ class Part(NamedTuple):
 
 def normalize_part(x: Tensor, centered: bool) -> Part:
     """By our forward kernel on a GPU."""
-    dtype = _arithmetic(x)
+    dtype = arithmetic(x)
     eps = torch.finfo(dtype).tiny  # a constant row has a finite rstd
     if not (torch.compiler.is_compiling() or arrays.on_host(x)):
-        options = ForwardOptions(centered, tuple(x.shape[1:]), eps, out_dtype=dtype)
-        made = calls.forward(ForwardRequest(ForwardOperands(x), options))
-        return Part(made.y, made.rstd)
+        return Part(*norm_of_rows(x, centered, eps, dtype))
     x_hat = x.to(dtype)
     if centered:
         x_hat = x_hat - x_hat.mean(1, keepdim=True)
@@ -199,8 +203,8 @@ def scale_of(operands: Operands, options: LinearOptions) -> Tensor:
     """What x_hat is multiplied by: [columns of this rank], or one number without a weight."""
     input, weight = operands.input, operands.norm_weight
     if weight is None:
-        return torch.ones(1, dtype=_arithmetic(input), device=input.device)
-    scale = weight.to(_arithmetic(input))
+        return torch.ones(1, dtype=arithmetic(input), device=input.device)
+    scale = weight.to(arithmetic(input))
     return scale + 1 if options.zero_centered_weight else scale
 
 
@@ -243,7 +247,3 @@ def parameter_gradients(
     if wanted[1]:
         dbias = dy.sum(0, dtype=x_hat.dtype).to(operands.norm_bias.dtype)
     return dweight, dbias
-
-
-def _arithmetic(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

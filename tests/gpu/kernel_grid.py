@@ -16,13 +16,18 @@ from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
-from cupynorm.plan.few_products import MOST_ROWS, few_launch
 from cupynorm.plan.functors import Fused, FusedPart
 from cupynorm.plan.instances import Kernel, Launch
 from cupynorm.plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
-from cupynorm.plan.products import DTYPES as PRODUCT_DTYPES
-from cupynorm.plan.products import NormLinearProblem, fold_launch, product_launch
+from cupynorm.plan.product_plan import DTYPES as PRODUCT_DTYPES
+from cupynorm.plan.product_plan import (
+    MOST_ROWS,
+    NormLinearProblem,
+    few_launch,
+    fold_launch,
+    product_launch,
+)
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
 HAS_TIME = os.cpu_count() >= 8

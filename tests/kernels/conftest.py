@@ -8,8 +8,8 @@ from zlib import crc32
 
 import numpy as np
 import pytest
+from kernel_paths import SMALL
 from laid_out import give_numpy_to_kernels
-from small_devices import SMALL
 
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.norm import prepared

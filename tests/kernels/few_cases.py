@@ -20,8 +20,7 @@ from product_cases import EPS, Found, ProductProblem, U, put, truth
 
 from cupynorm.check.bounds import half_ulp
 from cupynorm.dtypes import decode, encode
-from cupynorm.plan.few_products import few_launch, few_words
-from cupynorm.plan.products import NormLinearProblem
+from cupynorm.plan.product_plan import NormLinearProblem, few_launch, few_words
 
 Parts = tuple[np.ndarray, np.ndarray]
 

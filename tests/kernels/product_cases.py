@@ -21,7 +21,7 @@ from cupynorm.check.bounds import half_ulp
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu.tensor_maps import map_on_cpu, tensor_map
-from cupynorm.plan import products
+from cupynorm.plan import product_plan as products
 
 U, EPS = 2.0**-24, 1e-5
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
-from few_cases import assert_right, excess, run, split
-from mutated_machine import assert_bug_is_seen, changes, copy_of_sources, mutate
+from few_cases import assert_right, run, split
 from product_cases import EPS, draw, rms_errors
 
 RAGGED = (2, 1288, 43)  # unequal blocks; the second part of a row has 264 columns
@@ -94,31 +92,3 @@ def test_rows_that_are_not_finite(where, value):
     assert np.isnan(found.y[bad]).all() and not found.rstd[bad] > 0
     good = np.delete(np.arange(len(problem.x)), bad)
     np.testing.assert_array_equal(found.y[good], clean[good])
-
-
-# What a wrong kernel does on the CPU.
-
-BUGS = changes(
-    r"""
-a product of rows that are not normalised yet | normalized_rows.cuh
-  call); });\n    }\n    __syncthreads();  =>  call); });\n    }
-sums that are not there yet | norm_linear_few.cu
-    }\n  __syncthreads();  =>    }
-columns beyond the row that are not 0 | normalized_rows.cuh
-  store_pack<8>(at(row, col), Pack<T, 8>{})  =>
-    store_pack<8>(at(row, col), Pack<T, 8>{{~0u, ~0u, ~0u, ~0u}})
-the next output is loaded too early | norm_linear_few.cu
-        const int output = units.output;\n      units.replace(at);  =>
-          units.replace(at);\n      const int output = units.output;
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS)
-def test_bugs_are_seen(bug, tmp_path):
-    folder = copy_of_sources(tmp_path / "cuda_src")
-    mutate(folder, *BUGS[bug])
-    problem = draw((2, 264, 150), "bfloat16", mean=4)
-    made = partial(run, problem, num_sms=4)
-    assert_bug_is_seen(folder, lambda machine, _: max(excess(problem, made(machine)).values()))

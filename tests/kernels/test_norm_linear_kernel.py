@@ -7,15 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cupynorm.reference.layer_norm import scale
-from mutated_machine import assert_bug_is_seen, changes, copy_of_sources, mutate
+from mutated_machine import copy_of_sources
 from product_cases import EPS, U, draw, excess, fold, multiply, rms_errors, truth
 
 from cupynorm import reference
 from cupynorm.check.bounds import half_ulp
-from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.plan import products
+from cupynorm.plan import product_plan as products
 from cupynorm.plan.devices import DEVICES
 
 H200 = DEVICES["H200"]
@@ -145,49 +144,3 @@ def test_plan_and_kernel_agree_on_shared_memory(tmp_path):
     assert products.SMEM_BYTES <= H200.smem_per_block
     with pytest.raises(OnCpuError, match="static assertion|static_assert"):
         on_cpu.kernel("says.cu", f"says<{products.SMEM_BYTES + 8}>", folder=folder)
-
-
-# What a wrong kernel does on the CPU.
-
-BUGS = changes(
-    r"""
-a stage is given back before it is multiplied | product_rows.cuh
-  if (at > 0) release<cluster_size>(memory, (step - 1) % num_stages);  =>
-    if (at > 0) release<cluster_size>(memory, stage);
-both warpgroups multiply the rows of the first | product_rows.cuh
-   + group * group_bytes  =>
-a stage is given back before all lanes have seen it | product_rows.cuh
-      __syncwarp();\n    release  =>      release
-a wrong distance from 8 rows of weight to the next | warpgroup_product.cuh
-  stride = row_bytes / 2  =>  stride = row_bytes / 4
-no wait for the last product | product_rows.cuh
-  products_wait<0>();  =>
-sums of columns that are not there | row_statistics.cuh
-  if (start + at * step + own < num_cols) row_sums  =>  row_sums
-results of the lane's other row | product_rows.cuh
-  at % 2 * 2 + col % 2]  =>  (1 - at % 2) * 2 + col % 2]
-results wait for no tile after the last one | norm_linear.cu
-  for (int part = 0; part < Results<T>::num_parts; ++part) write(part);  =>
-terms of rows in one bfloat16 | column_terms.cuh
-  twice | twice << 16  =>  twice
-stages that one block of a cluster gives back to itself alone | product_rows.cuh
-  if (lane < cluster_size) arrive_in(multiplied, lane);  =>
-    if (lane < cluster_size) arrive_in(multiplied, cluster_rank());
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_bugs_are_seen(name, tmp_path):
-    folder = copy_of_sources(tmp_path / "cuda_src")
-    mutate(folder, *BUGS[name])
-    problem = draw((272, 840, 520), "bfloat16", mean=4)  # a lane can fall a ring of stages behind
-    folded = fold(problem, CpuMachine())
-
-    def error(machine: CpuMachine, seed: int) -> float:
-        """All tiles by one cluster, or the last ones by two."""
-        found = multiply(problem, folded, machine, grid_size=2 + seed % 2 * 6)
-        return max(excess(problem, folded, found).values())
-
-    assert_bug_is_seen(folder, error)

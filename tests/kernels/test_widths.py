@@ -1,32 +1,34 @@
-"""Kernels against float64 at narrow and wide rows, at the edges of strategies, and by tile."""
+"""Kernels against float64 by width, by number of rows and by device."""
 
 from __future__ import annotations
 
 import bisect
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from kernel_checks import (
-    H200,
-    OUTPUTS,
-    SEEDS,
+    OF_A_ROW,
+    assert_identical,
+    assert_right,
     check,
-    forward_problem,
-    identical,
-    problem_of,
-    strategy_of,
+    only_rows,
+    run,
 )
-from small_devices import NO_REGISTERS, SMALL, TWO_CLUSTERS
+from kernel_paths import H200, SMALL
 
+from cupynorm import plan
 from cupynorm.check.cases import NORMS, Case, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.plan import dispatch
-from cupynorm.plan.devices import DEVICES, Device
-from cupynorm.plan.problem import Layout, Tile
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.problem import Tile
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
+
+ORDER = list(STRATEGIES)
 
 
 @pytest.mark.parametrize("num_cols", [1, 2, 3, 5, 7, 33, 127, 768, 1000, 1023, 1025])
@@ -37,87 +39,82 @@ def test_width(at, dtype, num_cols, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at, num_cols", [*enumerate([1, 2, 7, 33, 768, 1000, 1025])])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strategy_at_widths_where_another_is_chosen(dtype, at, num_cols, where):
-    """Two of three strategies by turns, one for each norm, so that each has every width."""
-    strategies = ["block", "cluster", "uncached"]
-    turn = list(DTYPES).index(dtype) + at
-    for name, strategy in zip(NORMS, (strategies[turn % 3], strategies[(turn + 1) % 3])):
-        check(Case(name, 3, num_cols, dtype, strategy=strategy), where)
+@pytest.mark.parametrize("at, num_cols", [*enumerate([1, 2, 7, 33, 768, 1000, 1025, 8191, 8193])])
+@pytest.mark.parametrize("of_dtype, dtype", [*enumerate(DTYPES)])
+def test_widths_of_a_strategy_that_is_not_chosen(of_dtype, dtype, at, num_cols, where):
+    """One of three strategies by turns; the weight has another dtype."""
+    strategy = ORDER[1 + (of_dtype + at) % 3]
+    weight = "bfloat16" if dtype == "float32" else "float32"
+    options = {"weight": weight, "bias": weight, "strategy": strategy}
+    check(Case(NORMS[at % 2], 3, num_cols, dtype, **options), where)
+
+
+def strategy_of(direction: str, dtype: str, num_cols: int, device) -> str:
+    return plan(num_cols, dtype=dtype, direction=direction, device=device).strategy
+
+
+def last_width(strategy: str, direction: str, dtype: str, device) -> int:
+    """The most columns, a multiple of 16, for which this strategy or an earlier one is chosen."""
+
+    def is_beyond(sixteens: int) -> bool:
+        own = strategy_of(direction, dtype, 16 * sixteens, device)
+        return ORDER.index(own) > ORDER.index(strategy)
+
+    return 16 * bisect.bisect_left(range(1, 4096), True, key=is_beyond)
 
 
 EDGES = [("warp", "forward"), ("warp", "backward"), ("block", "backward"), ("block", "forward")]
 
 
-def last_width(strategy: str, direction: str, dtype: str, device) -> int:
-    """The most columns, a multiple of 16, for which this strategy or an earlier one is chosen."""
-    order = list(STRATEGIES)
-
-    def beyond(num_cols: int) -> bool:
-        return order.index(strategy_of(direction, dtype, num_cols, device)) > order.index(strategy)
-
-    return 16 * (
-        bisect.bisect_left(range(1, 4096), True, key=lambda sixteens: beyond(16 * sixteens))
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [-1, 0, 1])
-@pytest.mark.parametrize("strategy, direction", EDGES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_edge_of_a_strategy(dtype, strategy, direction, step, where):
-    # One of the norms by turns.
-    name = NORMS[(list(DTYPES).index(dtype) + EDGES.index((strategy, direction)) + step) % 2]
-    # An even width is read in packs, an odd one element by element.
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+@pytest.mark.parametrize("at, dtype", [*enumerate(DTYPES)])
+def test_edge_of_a_strategy(at, dtype, edge, step, where):
+    """An even width is read in packs, an odd one element by element; norms by turns."""
+    strategy, direction = edge
     widest = last_width(strategy, direction, dtype, where.device)
     assert strategy_of(direction, dtype, widest, where.device) == strategy
     assert strategy_of(direction, dtype, widest + 16, where.device) != strategy
-    check(Case(name, 2, widest + step, dtype), where)
+    norm = NORMS[(at + EDGES.index(edge) + step) % 2]
+    check(Case(norm, 2, widest + step, dtype), where)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["block", "cluster"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_last_width_of_registers_and_first_of_shared_memory(dtype, strategy, where):
-    """Within a strategy, wide rows are kept in shared memory: another kernel on each side.
+def test_first_width_of_shared_memory(dtype, strategy, where):
+    """Within a strategy, wide rows are kept in shared memory: another kernel on each side."""
+    device = DEVICES["A100"]
+    if strategy == "cluster":
+        device = replace(SMALL, clusters=((2, 1),))
+    if isinstance(where, CpuMachine):
+        where = CpuMachine(device)
+    device = where.device
 
-    Strategy block has this edge where there are no clusters. Clusters of two have it earlier.
-    """
-    if strategy == "block":
-        where = CpuMachine(DEVICES["A100"])
-    elif isinstance(where, CpuMachine):
-        where = CpuMachine(replace(SMALL, clusters=((2, 1),)))
-    problem = problem_of("forward", dtype, layout=Layout(8, contiguous=True))
+    def is_kept(num_cols: int) -> bool:
+        made = plan(num_cols, dtype=dtype, device=device, strategy=strategy)
+        return made.tile.packs_per_thread == 0
 
-    def in_registers(num_cols: int) -> bool:
-        choice = dispatch.choose(replace(problem, num_cols=num_cols), where.device, strategy)
-        return choice.tile.packs_per_thread > 0
-
-    low, high = 2048, dispatch.widest(strategy, problem, where.device)
-    assert in_registers(low) and not in_registers(high)
-    while high - low > 8:
-        middle = (low + high) // 16 * 8
-        low, high = (middle, high) if in_registers(middle) else (low, middle)
-    for num_cols in (low - 1, low, low + 1, high):
-        assert strategy_of("forward", dtype, num_cols, where.device) == strategy
-        check(Case("layer_norm", 2, num_cols, dtype), where)
+    high = dispatch.widest(strategy, plan(4096, dtype=dtype, device=device).problem, device)
+    if not is_kept(high):
+        pytest.skip(f"{where.device.name} keeps no such rows in shared memory")
+    first = 8 * bisect.bisect_left(range(high // 8), True, lo=256, key=lambda at: is_kept(8 * at))
+    for num_cols in (first - 9, first - 8, first, high):
+        check(Case("layer_norm", 2, num_cols, dtype, strategy=strategy), where)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_rows_for_a_cluster(dtype, where):
-    two = 2 * dispatch.widest("block", problem_of("backward", dtype), where.device) + 8
-    assert strategy_of("backward", dtype, two, where.device) == "cluster"
-    check(Case("layer_norm", 2, two, dtype), where)
-
-
-@pytest.mark.slow
-def test_rows_wider_than_a_cluster(where):
-    """All blocks share such rows of other dtypes, up to widths that a CPU takes minutes for."""
-    beyond = dispatch.widest("cluster", problem_of("backward", "float64"), where.device) + 16
-    assert strategy_of("backward", "float64", beyond, where.device) == "uncached"
-    check(Case("layer_norm", 1, beyond, "float64"), where)
+def test_the_widest_rows(dtype, where):
+    """Twice as wide as a block takes; for float64 also wider than a cluster takes."""
+    problem = plan(4096, dtype=dtype, direction="backward", device=where.device).problem
+    widths = [2 * dispatch.widest("block", problem, where.device) + 8]
+    if dtype == "float64":
+        widths.append(dispatch.widest("cluster", problem, where.device) + 16)
+    for num_cols, strategy in zip(widths, ("cluster", "uncached")):
+        assert strategy_of("backward", dtype, num_cols, where.device) == strategy
+        check(Case("layer_norm", 2, num_cols, dtype), where)
 
 
 @pytest.mark.slow
@@ -126,109 +123,147 @@ def test_rows_wider_than_a_cluster(where):
 def test_kernels_planned_for_other_devices(dtype, device):
     """Without clusters or the copy engine, or with less shared memory, tiles differ."""
     where = CpuMachine(DEVICES[device])
-    widest = dispatch.widest("block", problem_of("backward", dtype), where.device)
-    for num_cols in (96, widest + 8):
+    problem = plan(4096, dtype=dtype, direction="backward", device=device).problem
+    for num_cols in (96, dispatch.widest("block", problem, where.device) + 8):
         check(Case("layer_norm", 3, num_cols, dtype), where)
 
 
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("num_rows, num_cols", [(1000, 1), (515, 3), (257, 8), (131, 64)])
-def test_many_narrow_rows(name, num_rows, num_cols, where):
-    check(Case(name, num_rows, num_cols, "float16"), where)
+# Numbers of rows.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy, num_cols, tile",
-    [
-        ("warp", 64, Tile(2, 4, packs_per_thread=8, rows_per_block=8)),
-        ("warp", 64, Tile(8, 1, packs_per_thread=8, rows_per_block=32)),
-        ("warp", 64, Tile(1, 32, packs_per_thread=2, rows_per_block=1)),
-        ("warp", 33, Tile(1, 16, packs_per_thread=3, rows_per_block=2)),
-        ("block", 96, Tile(4, 32, packs_per_thread=1)),
-        ("block", 1000, Tile(8, 96, packs_per_thread=2)),
-        ("block", 1024, Tile(1, 1024, packs_per_thread=1)),
-        ("block", 1000, Tile(8, 128)),  # in shared memory, which backward does not have
-        ("block", 1001, Tile(1, 96)),
-        ("cluster", 1000, Tile(8, 32, packs_per_thread=1, cluster_size=16)),
-        ("cluster", 1032, Tile(8, 32, packs_per_thread=2, cluster_size=4)),
-        ("cluster", 1024, Tile(8, 32, packs_per_thread=2, cluster_size=2, exact=1)),
-        ("cluster", 999, Tile(1, 96, packs_per_thread=6, cluster_size=2)),
-        ("cluster", 24, Tile(8, 64, packs_per_thread=1, cluster_size=8)),
-        ("cluster", 24, Tile(8, 64, cluster_size=8)),
-        ("cluster", 1000, Tile(8, 32, cluster_size=16)),
-        ("cluster", 1024, Tile(8, 512, cluster_size=4)),
-        ("cluster", 999, Tile(1, 96, cluster_size=2)),
-        ("uncached", 1000, Tile(2, 1024)),
-        ("uncached", 1000, Tile(8, 32)),
-    ],
+    "num_rows, num_cols", [(1000, 1), (515, 3), (257, 8), (131, 64), (65537, 3)]
 )
-def test_explicit_tile(strategy, num_cols, tile, where, tile_of_backward):
-    in_memory = strategy == "block" and tile.packs_per_thread == 0
-    plans = tile_of_backward(None if in_memory else tile)
-    for statistics in STATISTICS if in_memory else (None,):
-        options = {"strategy": strategy, "tile": tile, "statistics": statistics}
-        check(Case("layer_norm", 5, num_cols, "float16", **options), where)
-    assert plans[0].tile == tile and (plans[-1].tile == tile) == (not in_memory)
+def test_many_narrow_rows(num_rows, num_cols, where):
+    """gridDim.y would hold 65535."""
+    check(Case(NORMS[num_cols % 2], num_rows, num_cols, "float16"), where)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy, device, num_rows, num_cols, margin",
-    [
-        ("warp", SMALL, 3000, 40, 1),
-        ("block", SMALL, 37, 264, 1),
-        # One cluster is left, with up to 32 resident blocks on each multiprocessor.
-        ("cluster", TWO_CLUSTERS, 75, 264, 16),
-        # The only cluster needs both multiprocessors. Its rows are in shared memory.
-        ("cluster", NO_REGISTERS, 37, 264, 0),
-        ("uncached", SMALL, 37, 264, 1),
-    ],
-    ids=lambda value: value.name if isinstance(value, Device) else None,
-)
-@pytest.mark.parametrize("name", NORMS)
-def test_blocks_that_take_many_rows(name, strategy, device, num_rows, num_cols, margin):
-    """One multiprocessor or cluster is left, so each block reuses its buffers for many rows."""
-    where = CpuMachine(device)
-    case = Case(name, num_rows, num_cols, "float16", strategy=strategy, sm_margin=margin)
-    plan = dispatch.make_plan(
-        forward_problem(case), device, num_rows, strategy=strategy, sm_margin=margin
-    )
-    assert (plan.tile.packs_per_thread == 0) == (device is NO_REGISTERS or strategy == "uncached")
-    assert (
-        plan.launches[0].grid_size // plan.tile.cluster_size * plan.tile.rows_per_block < num_rows
-    )
-    results = check(case, where)
-    for seed in SEEDS[1:]:
-        assert identical(results, run_kernels(random_problem(case), CpuMachine(device, seed=seed)))
-    # A margin shrinks the grid and never changes a row.
-    full = run_kernels(
-        random_problem(replace(case, sm_margin=0)),
-        CpuMachine(replace(device, num_sms=132, clusters=H200.clusters)),
-    )
-    for tensor in ("y", "rstd", "dx"):
-        assert results[tensor].tobytes() == full[tensor].tobytes()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_sms", [1, 3])
+def test_rows_around_the_number_of_multiprocessors(num_sms, strategy):
+    """The buffer of partial sums has a row for each block or cluster of any grid."""
+    clusters = ((2, num_sms), (4, 1), (8, 1), (16, 1))
+    where = CpuMachine(replace(H200, name="small", num_sms=num_sms, clusters=clusters))
+    for num_rows in (1, 2, 3, 4, 5, 13, 49, 200):
+        check(Case("layer_norm", num_rows, 48, "float32", strategy=strategy), where)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_cols", [8, 128, 2112])
+def test_rows_around_the_number_of_multiprocessors_of_a_gpu(num_cols):
+    where = GpuCheckMachine()
+    num_sms = where.device.num_sms
+    counts = [1, num_sms - 1, num_sms, num_sms + 1, *(2 * num_sms * n + 1 for n in (1, 3, 16))]
+    counts += [65535, 65536, 65537, 131072] if num_cols <= 128 else []
+    for num_rows in counts:
+        check(Case("layer_norm", num_rows, num_cols, "bfloat16"), where)
+
+
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_margin_and_other_rows_change_no_row(strategy, statistics, where):
+    """On fewer multiprocessors each block reuses its buffers for more rows."""
+    if isinstance(where, CpuMachine):
+        where, margin, num_rows, num_cols = CpuMachine(SMALL), 1, 300, 40
+        if strategy == "cluster":  # needs two
+            clusters = tuple((size, 2) for size, _ in SMALL.clusters)
+            where = CpuMachine(replace(SMALL, num_sms=32, clusters=clusters))
+            margin, num_rows = 16, 75
+    else:
+        margin, num_rows, num_cols = where.device.num_sms - 2, 3001, 760
+    options = {"strategy": strategy, "statistics": statistics}
+    case = Case("layer_norm", num_rows, num_cols, "float16", **options)
+    whole = check(case, where)
+    left = check(replace(case, sm_margin=margin), where)
+    assert_identical(left, whole, OF_A_ROW)
+    problem = random_problem(case)
+    for rows in (slice(0, 1), slice(num_rows // 2, num_rows // 2 + 7)):
+        own = {name: whole[name][rows] for name in OF_A_ROW & set(whole)}
+        assert_identical(run(only_rows(problem, rows), where), own, OF_A_ROW)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", NORMS)
-def test_margin_on_a_gpu(name, strategy):
+@pytest.mark.parametrize("norm", NORMS)
+def test_twenty_runs_on_a_gpu_give_the_same_bits(norm, strategy):
     where = GpuCheckMachine()
-    # A cluster of two needs the two multiprocessors that are left.
-    case = Case(name, 3001, 760, "float16", strategy=strategy, sm_margin=where.device.num_sms - 2)
-    results = check(case, where)
-    full = run_kernels(random_problem(replace(case, sm_margin=0)), where)
-    for tensor in ("y", "rstd", "dx"):
-        assert results[tensor].tobytes() == full[tensor].tobytes()
+    problem = random_problem(Case(norm, 2049, 760, "float16", strategy=strategy))
+    first = run_kernels(problem, where)
+    assert all(np.isfinite(values).all() for values in first.values())
+    for _ in range(19):
+        assert_identical(run_kernels(problem, where), first)
 
 
-@pytest.mark.parametrize("tensor", sorted(OUTPUTS))
+# Few rows: backward in one launch, forward that loads its parameters with the row, more lanes.
+
+FEW = {
+    "ring in a block, rows beyond the last": Case("layer_norm", 3, 1024, "bfloat16"),
+    "ring of two rows, packs beyond a part": Case("rms_norm", 5, 2888, "bfloat16"),
+    "ring of clusters": Case("layer_norm", 2, 9216, "bfloat16", weight="float32", bias="float32"),
+    "ring of single elements": Case("layer_norm", 3, 4097, "bfloat16"),
+    "ring and dsum": Case("layer_norm", 3, 4096, "float32", residual=True, dsum=True),
+    "lanes of a warp": Case("rms_norm", 37, 128, "float16"),
+    "registers of a block": Case("layer_norm", 9, 1000, "float64"),
+    "warp, early parameters": Case("layer_norm", 5, 768, "bfloat16", residual=True),
+}
+
+
+@pytest.mark.parametrize("case", FEW.values(), ids=list(FEW))
+def test_few_rows_have_the_bits_of_many(case, where):
+    """Backward of few rows is one launch, of many two."""
+    few = check(case, where)
+    repeats = 1 + where.device.num_sms * 64 // case.num_rows
+    if isinstance(where, CpuMachine):
+        where, repeats = CpuMachine(replace(SMALL, name="H200")), 40 if case.num_cols < 2000 else 12
+    problem = random_problem(case)
+    tensors = {name: getattr(problem, name) for name in ("x", "dy", "residual", "dsum")}
+    tensors = {n: np.tile(v, (repeats, 1)) for n, v in tensors.items() if v is not None}
+    many = replace(case, num_rows=case.num_rows * repeats, sm_margin=where.device.num_sms // 2)
+    results = run_kernels(replace(problem, case=many, **tensors), where)
+    for name in OF_A_ROW & set(few):
+        expected = np.tile(few[name], (repeats, *[1] * (few[name].ndim - 1)))
+        assert results[name].tobytes() == expected.tobytes(), name
+    sources = [
+        plan(case.num_cols, rows, case.x, norm=case.norm, direction="backward", device="H200")
+        .launches[-1]
+        .kernel.source
+        for rows in (case.num_rows, 2**20)
+    ]
+    assert sources == ["backward_few.cu", "backward_parameters.cu"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_cols", [16, 24, 32, 64, 96, 128, 160, 250, 256, 320, 500, 512, 640])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_more_lanes_for_few_rows_change_no_bits(dtype, num_cols, where):
+    norm = NORMS[num_cols // 8 % 2]
+    of_many = plan(num_cols, 2**24, dtype, norm=norm, device=where.device)
+    options = {"strategy": of_many.strategy, "tile": of_many.tile}
+    problem = random_problem(Case(norm, 5, num_cols, dtype), seed=num_cols)
+    own = run_kernels(problem, where)
+    forced = run(replace(problem, case=replace(problem.case, **options)), where)
+    assert_identical(own, forced, {"y", "mean", "rstd"})
+    assert plan(num_cols, 5, dtype, norm=norm, device=where.device).tile.cols == of_many.tile.cols
+
+
+@pytest.mark.parametrize("tile", [Tile(8, 8, 4, 8, exact=1), Tile(8, 16, 2, 4, exact=1)], ids=str)
+@pytest.mark.parametrize("residual", [False, "float32"])
+def test_lanes_change_no_bits_of_y(tile, residual, where):
+    case = Case("layer_norm", 5, 256, "bfloat16", strategy="warp", residual=residual)
+    problem = random_problem(case)
+    forced = replace(problem, case=replace(case, tile=tile))
+    assert_identical(run(problem, where), run(forced, where), {"y", "sum", "mean", "rstd"})
+
+
+@pytest.mark.parametrize("tensor", ["y", "mean", "rstd", "dx", "dweight", "dbias"])
 def test_one_wrong_element_is_seen(tensor):
     problem = random_problem(Case("layer_norm", 4, 100, "float32"))
     results = run_kernels(problem, CpuMachine())
-    assert CheckResult(judge_all(problem, results)).ok
+    assert_right(problem, results, CpuMachine())
     wrong = results[tensor].reshape(-1)
     wrong[-1] = wrong[-1] * (1 + 1e-4) + 1e-4
-    result = CheckResult(judge_all(problem, results))
-    assert [found.tensor for found in result.findings if not found.ok] == [tensor]
+    off = [
+        found.tensor for found in CheckResult(judge_all(problem, results)).findings if not found.ok
+    ]
+    assert off == [tensor]

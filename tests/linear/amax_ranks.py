@@ -27,7 +27,7 @@ def amaxes_are_reduced_once_a_step(rank: int) -> None:
                 y = sum(layers[at](random(8, 16, seed=10 * rank + at)) * (1 + rank) for at in order)
             y.square().sum().backward()
             if step == 0:
-                rows = {at: layers[at]._fp8_states["backward"].amax_history[0, 0] for at in order}
+                rows = {at: layers[at]._fp8.scales["backward"].amax_history[0, 0] for at in order}
                 largest = {at: row.item() for at, row in rows.items()}
     finally:
         distributed.all_reduce = plain
@@ -36,7 +36,7 @@ def amaxes_are_reduced_once_a_step(rank: int) -> None:
     states = {
         at: {
             name: (state.scale.tolist(), state.amax_history[1:].tolist())
-            for name, state in layers[at]._fp8_states.items()
+            for name, state in layers[at]._fp8.scales.items()
         }
         for at in order
     }
@@ -56,5 +56,5 @@ def a_rank_that_uses_no_layer_takes_part(rank: int) -> None:
     with fp8_autocast(recipe=recipe):
         if rank == 0:
             layer(random(8, 16))
-    assert not layer._fp8_states or layer._fp8_states["forward"].scale[0] != 1
-    assert gathered(bool(layer._fp8_states)) == [True, False]
+    assert not layer._fp8.scales or layer._fp8.scales["forward"].scale[0] != 1
+    assert gathered(bool(layer._fp8.scales)) == [True, False]

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def folds() -> Iterator[list]:
-    """fused="kernel" on a CPU. The list has the weight of each fold."""
+    """One kernel on a CPU, by default too. The list has the weight of each fold."""
     pytest.importorskip("torch")
     import linear_cases
 

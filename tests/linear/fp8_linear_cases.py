@@ -81,15 +81,15 @@ def step(module, problem, recipe, first=None, **options) -> dict[str, np.ndarray
     """y and the gradients of one forward and backward. Gradients of parameters accumulate."""
     device = module.layer_norm_weight.device
     x = tensor(problem.x, problem.dtype, device, grad=True)
-    with fp8_autocast(recipe=recipe):
+    with fp8_autocast(recipe is not None, recipe):
         results = module(x, is_first_microbatch=first, **options)
     y, *others = results if isinstance(results, tuple) else (results,)
     y.backward(tensor(problem.dy, problem.dtype, device))
     made = {"y": y, "dx": x.grad, "dnorm_weight": module.layer_norm_weight.grad}
-    if all(each.grad is not None for each in module._weights()):
-        made["dweight"] = torch.cat([each.grad for each in module._weights()])
-    if module.use_bias and not module.return_bias and module._biases()[0].grad is not None:
-        made["dbias"] = torch.cat([each.grad for each in module._biases()])
+    if all(each.grad is not None for each in module.weights()):
+        made["dweight"] = torch.cat([each.grad for each in module.weights()])
+    if module.use_bias and not module.return_bias and module.biases()[0].grad is not None:
+        made["dbias"] = torch.cat([each.grad for each in module.biases()])
     return {name: value.detach().double().cpu().numpy() for name, value in made.items()}
 
 

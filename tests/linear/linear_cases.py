@@ -16,7 +16,6 @@ from cupynorm.gpu import arrays
 torch = pytest.importorskip("torch")
 
 from cupynorm.linear import one_kernel  # noqa: E402  (imports torch)
-from cupynorm.linear.matrices import join  # noqa: E402
 
 NORMS = ("layer_norm", "rms_norm")
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -132,7 +131,7 @@ def set_linear_parameters(module, problem: LinearProblem) -> None:
     """Gives the parts of a layer's weight and bias the values of a problem."""
     sizes = np.cumsum(module.parameter_split_sizes)[:-1]
     with torch.no_grad():
-        for parts, whole in ((module._weights(), problem.weight), (module._biases(), problem.bias)):
+        for parts, whole in ((module.weights(), problem.weight), (module.biases(), problem.bias)):
             for part, values in zip(parts, () if whole is None else np.split(whole, sizes)):
                 part.copy_(tensor(values, problem.dtype))
 
@@ -141,9 +140,9 @@ def gradients_of(module) -> dict[str, np.ndarray]:
     found = {"dnorm_weight": module.layer_norm_weight.grad}
     if module.layer_norm_bias is not None:
         found["dnorm_bias"] = module.layer_norm_bias.grad
-    found["dweight"] = torch.cat([each.grad for each in module._weights()])
+    found["dweight"] = torch.cat([each.grad for each in module.weights()])
     if module.use_bias:
-        found["dbias"] = torch.cat([each.grad for each in module._biases()])
+        found["dbias"] = torch.cat([each.grad for each in module.biases()])
     return as_float64(found)
 
 
@@ -177,30 +176,27 @@ def rms_off(problem: LinearProblem, *results: dict[str, np.ndarray]) -> list[flo
 
 @contextlib.contextmanager
 def kernel_on_cpu() -> Iterator[list[torch.Tensor]]:
-    """fused="kernel" on a CPU: norm_linear.cu in float64. The list has the weight of each fold."""
+    """One kernel on a CPU: norm_linear.cu in float64. The list has the weight of each fold."""
     made = []
 
-    def fold(call):
-        (_, _, norm_weight, norm_bias, weights, biases), options = call
-        parts = (norm_weight, norm_bias, join(weights), join(biases))
+    def forward(found, operands, options, weight, bias, *, purpose):
+        x, parts = operands.input, (operands.norm_weight, operands.norm_bias, weight, bias)
         given = [None if each is None else each.detach().double().numpy() for each in parts]
         folded = cupynorm.reference.fold(
             *given, centered=options.centered, zero_centered_weight=options.zero_centered_weight
         )
         made.append(torch.from_numpy(folded.weight).to(options.dtype))
-        return one_kernel.Folded(made[-1], torch.from_numpy(folded.bias))
-
-    def forward(call, folded):
-        x, options = call.operands.input, call.options
-        folded = folded or one_kernel.fold(call)
         rows = x.detach().double()
         mean = rows.mean(-1) if options.centered else None
         rows = rows if mean is None else rows - mean[..., None]
         rstd = (rows.square().mean(-1) + options.eps).rsqrt()
-        y = rstd[..., None] * (rows @ folded.weight.double().T) + folded.terms
-        arithmetic = torch.promote_types(x.dtype, torch.float32)
-        mean, rstd = (None if each is None else each.to(arithmetic) for each in (mean, rstd))
+        y = rstd[..., None] * (rows @ made[-1].double().T) + torch.from_numpy(folded.bias)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean, rstd = (None if each is None else each.to(wide) for each in (mean, rstd))
         return y.to(options.dtype), mean, rstd, x
 
-    with mock.patch.multiple(one_kernel, why_not=lambda call: None, fold=fold, forward=forward):
+    def find(operands, options, purpose):
+        return None if options.fused == "plain" else "the kernel"
+
+    with mock.patch.multiple(one_kernel, find=find, forward=forward):
         yield made

@@ -12,7 +12,7 @@ from linear_cases import DEVICES  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm import CurrentScaling, DelayedScaling, fp8_autocast  # noqa: E402
-from cupynorm.nn import autocast  # noqa: E402
+from cupynorm.nn import scales  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=3)
 
@@ -31,7 +31,7 @@ def test_scales_are_recorded_while_products_stay_in_their_dtype(device, records)
             x, 200, module.layer_norm_weight, module.layer_norm_bias, out_dtype="float32"
         )
     amaxes = normalized.abs().max(), module.weight.float().abs().max()
-    state = module._fp8_states["forward"]
+    state = module._fp8.scales["forward"]
     scales = [448 / amaxes[0].item(), 448 / amaxes[1].item(), 1]
     assert state.scale.tolist() == pytest.approx(scales, rel=2**-23)
     assert state.amax_history[-1].tolist() == [*amaxes, 0]
@@ -53,7 +53,7 @@ def test_a_checkpoint_and_other_recipes_record_nothing_more():
 
     x = tensor(problem.x, grad=True)
     y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
-    state = module._fp8_states["forward"]
+    state = module._fp8.scales["forward"]
     assert state.num_steps == 1
     y.sum().backward()
     assert state.amax_history[0].eq(0).all() and state.amax_history[1].eq(0).all()
@@ -67,9 +67,9 @@ def test_a_checkpoint_and_other_recipes_record_nothing_more():
 def test_names_of_transformer_engine():
     group = SimpleNamespace(size=lambda: 1)
     with fp8_autocast(fp8_recipe=CurrentScaling(), fp8_group=group, calibrating=True):
-        region = autocast.active()
+        region = scales.active()
         assert region.recipe == CurrentScaling() and region.group is group
-        assert autocast.calibration() is None
+        assert scales.calibration() is None
     for arguments, options, sentence in (
         ((True, False), {}, "recipe is False; expected a recipe: .* as calibrating=False"),
         ((), {"recipe": RECIPE, "fp8_recipe": RECIPE}, "recipe and fp8_recipe are given"),
@@ -78,4 +78,4 @@ def test_names_of_transformer_engine():
     ):
         with pytest.raises(TypeError, match=sentence):
             fp8_autocast(*arguments, **options).__enter__()
-    assert autocast.active() is None
+    assert scales.active() is None

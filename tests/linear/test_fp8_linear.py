@@ -34,7 +34,7 @@ from cupynorm import (  # noqa: E402
     LayerNormLinear,
     fp8_autocast,
 )
-from cupynorm.linear import fp8 as fp8_linear  # noqa: E402
+from cupynorm.linear import products as linear_products  # noqa: E402
 from cupynorm.nn import recipes  # noqa: E402
 
 # Each code path: norms, dtypes, saved and returned tensors, splits, and extents that are not
@@ -104,8 +104,8 @@ def test_launches_of_the_kernels(options, recipe, kernels):
     assert sources.count("forward_warp.cu") == (2 if isinstance(recipe, CurrentScaling) else 1)
     if isinstance(recipe, DelayedScaling):
         assert (
-            module._fp8_states["forward"].amax_history[-1, :2] > 0
-        ).all() and module._fp8_states["forward"].scale[0] != 1
+            module._fp8.scales["forward"].amax_history[-1, :2] > 0
+        ).all() and module._fp8.scales["forward"].scale[0] != 1
 
 
 def test_backward_frees_tensors_early(kernels):
@@ -133,8 +133,8 @@ def test_backward_frees_tensors_early(kernels):
         return multiplied(a, *others, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        multiplied = fp8_linear.multiply
-        patch.setattr(fp8_linear, "multiply", multiply)
+        multiplied = linear_products.multiply
+        patch.setattr(linear_products, "multiply", multiply)
         torch.autograd.grad(y, (x, *layer.parameters()), dy)
     assert held == [(2, 1), (1, 2)]  # x; then x, and dx in the memory of d normalized
 
@@ -316,32 +316,6 @@ def test_tensors_saved_for_backward():
         ):
             module(x)
         assert sum(seen.values()) == 96 * 32 + 2 * 64 * 4 + 2 * 4 + extra
-
-
-@pytest.mark.parametrize("fuse", (False, True))
-@pytest.mark.parametrize("delay", (False, True))
-def test_weight_gradients_in_main_grad_and_delayed(delay, fuse):
-    options = {"parameters_split": {"q": 40, "k": 32}}
-    module, problem = make(fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **options)
-    plain, _ = make(**options)
-    for weight in module._weights():
-        weight.main_grad = torch.ones(weight.shape)
-    for _ in range(2):
-        expected = step(plain, problem, CurrentScaling())
-        step(module, problem, CurrentScaling())
-    for _ in range(2 * delay):
-        assert (module.q_weight.main_grad == 1).all() or not delay or fuse
-        module.backward_dw()
-    name = "main_grad" if fuse else "grad"
-    got = torch.cat(
-        [getattr(weight, name) for weight in module._weights()]
-    ).double().numpy() - float(fuse)
-    # The plain layer adds in bfloat16, main_grad in float32.
-    assert relative(got, expected["dweight"]) < 2.0**-8
-    assert torch.equal(
-        torch.cat([each.grad for each in module._biases()]),
-        torch.cat([each.grad for each in plain._biases()]),
-    )
 
 
 def test_fp8_output_and_gradient():

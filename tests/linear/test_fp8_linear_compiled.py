@@ -29,10 +29,10 @@ def test_values_and_scales_are_the_eager_ones(recipe):
             y.backward(tensor(problem.dy))
             made.append((y, x.grad, *(each.grad for each in layer.parameters())))
         assert all(torch.equal(*pair) for pair in zip(*made, strict=True)), size
-    assert module._fp8_states.keys() == twin._fp8_states.keys()
-    for name, state in module._fp8_states.items():
-        assert torch.equal(state.scale, twin._fp8_states[name].scale)
-        assert torch.equal(state.amax_history, twin._fp8_states[name].amax_history)
+    assert module._fp8.scales.keys() == twin._fp8.scales.keys()
+    for name, state in module._fp8.scales.items():
+        assert torch.equal(state.scale, twin._fp8.scales[name].scale)
+        assert torch.equal(state.amax_history, twin._fp8.scales[name].amax_history)
 
 
 @pytest.mark.slow

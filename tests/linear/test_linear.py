@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from linear_bounds import assert_right, draw, expected
-from turns import by_turns
 
 import cupynorm
 from cupynorm.dtypes import DTYPES
-from cupynorm.plan.strategies import STRATEGIES
 
 torch = pytest.importorskip("torch")
 from linear_cases import (  # noqa: E402
@@ -23,15 +21,9 @@ from linear_cases import (  # noqa: E402
     recorded,
     tensor,
 )
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
-from cupynorm.norm import calls, prepared  # noqa: E402
-from cupynorm.norm.request import (  # noqa: E402
-    BackwardOperands,
-    BackwardOptions,
-    BackwardRequest,
-)
+from cupynorm.norm import calls  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
@@ -147,38 +139,6 @@ def test_tensors_saved_for_backward(monkeypatch):
     assert not made
 
 
-@pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved"))
-def test_a_retained_graph_and_two_calls_in_one_forward(way):
-    problem = draw(dtype="float64")
-    once, dy = recorded(problem, **way), tensor(problem.dy)
-    given = leaves(problem)
-    y = call(problem, given, **way)
-    for _ in range(2):
-        y.backward(dy, retain_graph=True)
-    for name in ("x", "norm_weight", "norm_bias", "weight", "bias"):
-        np.testing.assert_array_equal(given[name].grad.numpy(), 2 * once[f"d{name}"])
-    given = leaves(problem)
-    (call(problem, given, **way) + call(problem, given, **way)).backward(dy)
-    for name in ("x", "norm_weight", "norm_bias", "weight", "bias"):
-        np.testing.assert_array_equal(given[name].grad.numpy(), 2 * once[f"d{name}"])
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True))
-@pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved"))
-def test_checkpointed_results_and_gradients_are_the_same(way, use_reentrant):
-    problem = draw("rms_norm")
-
-    def run(problem, given, **options):
-        def block(x):
-            return call(problem, given | {"x": x}, **options)
-
-        return checkpoint(block, given["x"], use_reentrant=use_reentrant)
-
-    expected = recorded(problem, **way)
-    for name, value in recorded(problem, run=run, **way).items():
-        np.testing.assert_array_equal(value, expected[name])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("norm_name", NORMS)
 @pytest.mark.parametrize(
@@ -220,55 +180,6 @@ def test_a_normalised_tensor_of_the_autocast_dtype_is_recomputed(kernels):
     assert given["weight"].grad.shape == truth and given["weight"].grad.isfinite().all()
 
 
-SPENT = [
-    *((strategy, 40, None) for strategy in STRATEGIES),
-    *(
-        ("block", 640, cupynorm.Tile(8, 32, 3, stages=3)),
-        ("cluster", 640, None),
-        ("warp", 36, None),
-        ("uncached", 37, None),
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case, dtype, names, recomputed",
-    by_turns(
-        SPENT, (torch.bfloat16, torch.float32), (("dx",), ("dx", "dweight", "dbias")), (False, True)
-    ),
-    ids=str,
-)
-def test_dx_is_written_over_dy(device, case, dtype, names, recomputed):
-    """With the same bits, except where one kernel reads dy after another has written dx."""
-    strategy, num_cols, tile = case
-    generator = torch.Generator().manual_seed(num_cols)
-    x, dy = torch.randn(2, 300, num_cols, generator=generator).to(dtype).to(device)
-    weight, bias = torch.randn(2, num_cols, generator=generator).to(dtype).to(device)
-    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, num_cols, weight, bias)
-    launch = cupynorm.Launch(strategy, tile)
-
-    def gradients(dy, **more):
-        operands = BackwardOperands(dy, x, mean, rstd, weight, bias=bias if recomputed else None)
-        asked = BackwardOptions(
-            True, (num_cols,), False, names, recompute=recomputed, launch=launch, **more
-        )
-        return calls.backward(BackwardRequest(operands, asked))[:5]  # without functors
-
-    spent = dy.clone()
-    expected, made = gradients(dy), gradients(spent, overwrite_dy=True)
-    assert all(
-        one is other is None or torch.equal(one, other) for one, other in zip(expected, made)
-    )
-    assert (made[0].data_ptr() == spent.data_ptr()) == (strategy != "uncached" or len(names) == 1)
-    strided = dy.new_empty(300, num_cols + 8)[:, :num_cols]
-    strided.copy_(dy)
-    expected, made = gradients(strided), gradients(strided, overwrite_dy=True)
-    assert (
-        torch.equal(expected[0], made[0]) and made[0].is_contiguous() and torch.equal(strided, dy)
-    )
-
-
 def peak_of(function):
     """The largest number of bytes of CPU tensors that function has allocated at a time."""
     with torch.profiler.profile(
@@ -307,26 +218,6 @@ def test_peak_memory_of_backward(kernels, options):
 def test_one_backward_kernel_of_each_strategy(dtype, in_features):
     problem = draw("layer_norm", dtype, num_rows=40, in_features=in_features, out_features=24)
     assert_right(problem, recorded(problem, "cuda"), ("normalized", "sum"))
-
-
-def test_a_recomputing_backward_has_its_own_prepared_call(kernels):
-    """Also without a bias, so that the operands are equal. Each is prepared once."""
-    x, dy = torch.randn(2, 3, 24)
-    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, 24)
-    operands = BackwardOperands(dy, x, mean, rstd)
-    options = BackwardOptions(True, (24,), gradients=("dx",))
-    for _ in range(2):
-        for recompute, bias in ((False, None), (True, None), (True, torch.ones(24))):
-            asked = options._replace(recompute=recompute)
-            dx, _, _, _, y, _ = calls.backward(BackwardRequest(operands._replace(bias=bias), asked))
-            assert dx.isfinite().all() and (y is None) == (not recompute)
-            if y is not None:
-                shift = 0.0 if bias is None else 1.0
-                torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (24,)) + shift)
-    assert len(prepared.backwards) == 3
-    operands = BackwardOperands(dy[:0], x[:0], mean[:0], rstd[:0])
-    asked = BackwardRequest(operands, options._replace(recompute=True))
-    assert calls.backward(asked).y.shape == (0, 24)
 
 
 @pytest.mark.parametrize("norm_name", NORMS)

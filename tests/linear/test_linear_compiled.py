@@ -148,18 +148,6 @@ def test_a_layer_with_delayed_gradients_breaks_the_graph():
         assert all(torch.equal(*pair) for pair in zip(*made))
 
 
-def test_products_are_torch_s_with_their_precision():
-    """float32 factors are passed to torch's products, so torch's switches decide on TF32."""
-    module = LayerNormLinear(24, 16, params_dtype=torch.float32, **CPU)
-    x = torch.arange(96.0).reshape(4, 24).sin().requires_grad_()
-    switches = torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
-    with torch.autograd.profiler.profile() as profile:
-        module(x).sum().backward()
-    names = [event.name for event in profile.function_events]
-    assert sum(name in ("aten::mm", "aten::addmm") for name in names) == 3  # y, dx, dweight
-    assert switches == (torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision())
-
-
 def test_export_and_functional_calls_give_the_eager_results():
     module = LayerNormLinear(24, 16, **CPU)
     x = torch.arange(96.0).reshape(4, 24).sin()

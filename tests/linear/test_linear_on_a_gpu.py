@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from cuda_graphs import side_stream  # noqa: E402
 from fp8_linear_cases import RECIPES, make  # noqa: E402
 
-from cupynorm import BlockScaling, CurrentScaling, Linear, fp8_autocast  # noqa: E402
+from cupynorm import BlockScaling, CurrentScaling, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 PLACE = {"device": "cuda", "dtype": torch.bfloat16}
@@ -91,3 +91,42 @@ def test_a_nan_stays_in_its_row(value, fused, num_rows):
     assert spoilt[num_rows // 2].isnan().all()
     others = torch.arange(num_rows, device="cuda") != num_rows // 2
     assert torch.equal(spoilt[others], y[others]) and not y.isnan().any()
+
+
+def kept_weight():
+    """A layer in 8 bits whose quantised weight is kept, and its input."""
+    layer = LayerNormLinear(64, 1024, params_dtype=torch.bfloat16)
+    return layer, torch.randn(8192, 64, **PLACE)
+
+
+def test_another_stream_makes_a_weight_of_its_own():
+    """It would read the first one before that is written."""
+    layer, x = kept_weight()
+    with torch.no_grad(), fp8_autocast(recipe=CurrentScaling()):
+        layer(x, is_first_microbatch=True)
+        kept = layer._fp8.weight[-1]
+        layer(x, is_first_microbatch=False)
+        assert layer._fp8.weight[-1] is kept
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            layer(x, is_first_microbatch=False)
+        torch.cuda.synchronize()
+        assert layer._fp8.weight[-1] is not kept
+
+
+def test_a_weight_of_a_capture_is_not_used_outside_of_it():
+    """Its memory is written by replays alone, and those read new parameters."""
+    layer, x = kept_weight()
+    graph, results = torch.cuda.CUDAGraph(), []
+    with torch.no_grad(), fp8_autocast(recipe=CurrentScaling()):
+        expected = layer(x, is_first_microbatch=True)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            results += [layer(x, is_first_microbatch=False) for _ in range(2)]
+        for each in (layer(x, is_first_microbatch=False), layer(x)):
+            torch.testing.assert_close(each, expected)
+        layer.weight.mul_(2.0)
+        expected = layer(x)
+        graph.replay()
+        for each in results:
+            torch.testing.assert_close(each, expected)

@@ -17,18 +17,17 @@ from linear_cases import CPU, DEVICES, SPLIT, as_float64, problem_of, tensor  # 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
-from cupynorm.linear.kernels import SavedNorm  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
 
 def main_grads(module, dtype=torch.float32, value=0.0):
-    for weight in module._weights():
+    for weight in module.weights():
         weight.main_grad = torch.full(weight.shape, value, dtype=dtype, device=weight.device)
 
 
 def whole(module, name) -> torch.Tensor:
-    return torch.cat([getattr(each, name) for each in module._weights()])
+    return torch.cat([getattr(each, name) for each in module.weights()])
 
 
 def step(module, problem, first=None, dtype="float32", device="cpu"):
@@ -53,9 +52,9 @@ def test_weight_gradients_are_added_to_main_grad(device, split, dtype, main_dtyp
     main_grads(module, main_dtype, 3.0)
     dx = step(module, problem, dtype=dtype, device=device)
     assert torch.equal(dx, step(plain, problem, dtype=dtype, device=device))
-    assert all(each.grad is None for each in module._weights())
+    assert all(each.grad is None for each in module.weights())
     for one, other in zip(
-        (*module._biases(), module.layer_norm_weight), (*plain._biases(), plain.layer_norm_weight)
+        (*module.biases(), module.layer_norm_weight), (*plain.biases(), plain.layer_norm_weight)
     ):
         assert torch.equal(one.grad, other.grad)
     values, allowed, _ = expected(problem)["dweight"]
@@ -227,7 +226,7 @@ def test_delayed_weight_gradients_are_those_of_a_plain_layer(options, fuse):
         step(plain, problem, dtype="float64")
         dx = step(module, problem, dtype="float64")
         assert dx.abs().max() > 0 and not ran
-        assert all(each.grad is None for each in (*module._weights(), *module._biases()))
+        assert all(each.grad is None for each in (*module.weights(), *module.biases()))
     for count in (1, 2):
         module.backward_dw()
         assert len(ran) == count
@@ -235,37 +234,42 @@ def test_delayed_weight_gradients_are_those_of_a_plain_layer(options, fuse):
     torch.testing.assert_close(
         whole(module, name), whole(plain, "grad"), rtol=2.0**-50, atol=2.0**-50
     )
-    for one, other in zip(module._biases(), plain._biases()):
+    for one, other in zip(module.biases(), plain.biases()):
         assert torch.equal(one.grad, other.grad)
     with pytest.raises(RuntimeError, match="no backward has left a weight gradient"):
         module.backward_dw()
-    assert all(each.skip_backward_post_hook for each in (*module._weights(), *module._biases()))
+    assert all(each.skip_backward_post_hook for each in (*module.weights(), *module.biases()))
     plain.backward_dw()  # does nothing
     step(module, problem, dtype="float64")
-    assert not copy.deepcopy(module)._delayed and len(module._delayed) == 1
+    assert not copy.deepcopy(module)._gradients.queue and len(module._gradients.queue) == 1
 
 
-@pytest.mark.parametrize("frozen", (False, True))
-def test_tensors_held_for_a_delayed_gradient(frozen):
-    """dy and the normalised tensor, or x where backward does not compute that."""
-    module = LayerNormLinear(96, 64, delay_wgrad_compute=True, params_dtype=torch.bfloat16, **CPU)
-    x = torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=not frozen)
-    (
-        module.layer_norm_weight.requires_grad_(not frozen),
-        module.layer_norm_bias.requires_grad_(not frozen),
-    )
-    y = module(x)
-    y.backward(torch.ones_like(y))
-    rows, make_normalized, *_ = module._delayed[0].args[0]
-    if frozen:
-        cells = [cell.cell_contents for cell in make_normalized.__closure__]
-        (saved,) = [each for each in cells if isinstance(each, SavedNorm)]
-        held = [each for each in (*cells, *saved) if isinstance(each, torch.Tensor)]
-    else:
-        held = list(make_normalized.args)
-    large = [each for each in held if each.numel() > 96]
-    assert rows.shape == (32, 64) and sum(each.numel() for each in large) == 32 * 96
-    assert any(each.data_ptr() == x.data_ptr() for each in large) == frozen
+@pytest.mark.parametrize("fuse, delay", ((True, False), (False, True), (True, True)))
+@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("kind", (LayerNormLinear, cupynorm.Linear))
+def test_each_layer_has_the_gradients_of_a_plain_one(kind, recipe, fuse, delay):
+    """Sums in float32, in another order."""
+    torch.manual_seed(0)
+    module = kind(100, 31, fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **CPU)
+    plain, made = kind(100, 31, **CPU), []
+    plain.load_state_dict(module.state_dict())
+    module.weight.main_grad = torch.ones(31, 100)
+    for each in (module, plain):
+        torch.manual_seed(1)
+        x = torch.randn(37, 100, requires_grad=True)
+        for factor in (1.0, 2.0):
+            with cupynorm.fp8_autocast(recipe is not None, recipe):
+                y = each(factor * x)
+            y.backward(torch.randn(37, 31))
+        assert not delay or each is plain or each.bias.grad is None
+        for _ in range(2):
+            each.backward_dw()
+        made.append([x.grad, each.bias.grad, each.weight.grad])
+    if fuse:
+        assert made[0][2] is None
+        made[0][2] = module.weight.main_grad - 1
+    for got, right in zip(*made):
+        assert (got - right).abs().max() <= 2.0**-18 * right.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -324,7 +328,7 @@ def test_a_backward_without_a_gradient_of_y_counts_for_backward_dw():
             normalized = module(x)[1]
         normalized.square().sum().backward()
         module.backward_dw()
-        assert module.weight.grad is None and not module._delayed
+        assert module.weight.grad is None and not module._gradients.queue
 
 
 class Named(torch.Tensor):
@@ -381,7 +385,7 @@ def test_splits_in_autocast_of_the_other_16_bit_dtype(return_bias, recipe):
         assert all(each.dtype == torch.bfloat16 for each in results)
         sum(each.float().square().sum() for each in results).backward()
     assert x.grad.abs().sum() > 0 and all(
-        each.grad.dtype == torch.float16 for each in module._weights()
+        each.grad.dtype == torch.float16 for each in module.weights()
     )
     with torch.autocast("cpu", torch.bfloat16):
         expected, mapped = (run(x) for run in (module, torch.func.vmap(module)))
@@ -463,11 +467,11 @@ def test_a_backward_of_the_input_alone_leaves_no_weight_gradient(layer, recipe, 
     (dx,) = torch.autograd.grad(y(), x)
     y().backward(inputs=[x])
     assert torch.equal(x.grad, dx) and dx.any()
-    assert not module._delayed and not module.weight.main_grad.any()
+    assert not module._gradients.queue and not module.weight.main_grad.any()
     y().backward(inputs=[x, module.weight])
     if delay:
         module.backward_dw()
-    assert not module._delayed
+    assert not module._gradients.queue
     gradient = module.weight.grad if delay else module.weight.main_grad
     assert gradient.any() and module.bias.grad is None
     before = gradient.clone()

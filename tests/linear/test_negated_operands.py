@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 import cupynorm
@@ -11,13 +9,9 @@ import cupynorm
 torch = pytest.importorskip("torch")
 
 from linear_cases import CPU  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from cupynorm import LayerNormLinear, Linear  # noqa: E402
-from cupynorm.linear import one_kernel  # noqa: E402
-from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_of  # noqa: E402
-from cupynorm.linear.matrices import join  # noqa: E402
-from cupynorm.plan.devices import DEVICES  # noqa: E402
+from cupynorm.linear.operands import join  # noqa: E402
 
 ROWS, WIDTH, OUT = 3, 64, 32
 SHAPES = {
@@ -94,27 +88,6 @@ def test_layers_in_8_bits(device, kind):
         assert torch.equal(result, right)
 
 
-@pytest.mark.parametrize("recipe", [cupynorm.CurrentScaling, cupynorm.DelayedScaling])
-def test_what_8_bits_save_comes_back_negated(device, recipe):
-    """Hooks of saved tensors may return any tensor with the same elements."""
-    torch.manual_seed(0)
-    x = torch.randn(16, WIDTH, device=device)
-    layer = LayerNormLinear(WIDTH, OUT, device=device)
-
-    def negated_if_wide(tensor):
-        return negated(tensor) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
-
-    def gradients(unpack):
-        made = copy.deepcopy(layer)
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-            with cupynorm.fp8_autocast(recipe=recipe()):
-                y = made(x)
-            return torch.autograd.grad(y, [*made.parameters()], torch.ones_like(y))
-
-    for got, expected in zip(gradients(negated_if_wide), gradients(lambda tensor: tensor)):
-        assert torch.equal(got, expected)
-
-
 def test_joined_parts():
     memory = torch.arange(1.0, 9.0).view(4, 2)
     first, second = memory.split(2)
@@ -122,24 +95,6 @@ def test_joined_parts():
         assert torch.equal(join(parts), torch.cat(parts))
     both = torch._neg_view(first), torch._neg_view(second)
     assert torch.equal(join(both), -memory) and join(both).data_ptr() == memory.data_ptr()
-
-
-def test_the_kernel_takes_no_negated_operand(monkeypatch):
-    monkeypatch.setattr(one_kernel.launch, "device", lambda index: DEVICES["H200"])
-    options = LinearOptions(True, 1e-5, False, False, False, None, launch_of(0))
-    options = options._replace(dtype=torch.bfloat16)
-    shapes = SHAPES | {"input": (16384, 2048), "residual": (16384, 2048), "weight": (2048, 2048)}
-    with FakeTensorMode():
-        for name in shapes:
-            tensors = {
-                each: torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-                for each, shape in shapes.items()
-            }
-            tensors[name] = torch._neg_view(tensors[name])
-            parts = (tensors.pop("weight"),), (tensors.pop("bias"),)
-            input, *norm, residual = tensors.values()
-            call = LinearCall(Operands(input, residual, *norm, *parts), options)
-            assert "negate their memory" in one_kernel.why_not(call), name
 
 
 def test_saved_parts_have_their_sign():

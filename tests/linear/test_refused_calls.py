@@ -13,7 +13,7 @@ from cupynorm import (  # noqa: E402
     Linear,
     fp8_autocast,
 )
-from cupynorm.nn import autocast  # noqa: E402
+from cupynorm.nn import scales  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=3)
 BOTH = pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
@@ -51,11 +51,11 @@ def test_a_refused_call_keeps_the_step_of_main_grad(kind, x, region):
                 layer(x, is_first_microbatch=True)
     with torch.no_grad(), pytest.raises((TypeError, ValueError, RuntimeError)):
         layer(x, is_first_microbatch=True, fp8_output=True)
-    assert not layer._begins_later
+    assert not layer._gradients.begins_later
     for each in (layer, plain):
         step(each, False)
     assert torch.equal(layer.weight.main_grad, plain.weight.main_grad)
-    assert not layer._fp8_states
+    assert not layer._fp8.scales
 
 
 @BOTH
@@ -64,8 +64,8 @@ def test_a_refused_call_makes_no_scales(kind):
     with fp8_autocast(recipe=RECIPE):
         with pytest.raises(RuntimeError, match="weight has no main_grad"):
             layer(torch.ones(4, 16))
-        assert not autocast.active().used
-    assert not layer._fp8_states
+        assert not scales.active().used
+    assert not layer._fp8.scales
 
 
 @BOTH
@@ -76,5 +76,5 @@ def test_a_refused_call_records_no_amaxes(kind):
         for x in (torch.ones(4, 16).half(), torch.ones(4, 16, dtype=torch.int64)):
             with pytest.raises((TypeError, RuntimeError)):
                 layer(x)
-        assert not autocast.calibration().used
-    assert not layer._fp8_states
+        assert not scales.calibration().used
+    assert not layer._fp8.scales

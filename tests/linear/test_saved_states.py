@@ -72,7 +72,7 @@ def test_states_of_any_length_are_loaded(way, of_saver, of_loader, tmp_path):
         for parameter in loader.parameters():
             parameter.zero_()
     way(saver, loader, tmp_path)
-    saved, loaded = saver[0]._fp8_states, loader[0]._fp8_states
+    saved, loaded = saver[0]._fp8.scales, loader[0]._fp8.scales
     assert saved.keys() == loaded.keys() and bool(saved) == (of_saver[0] > 0)
     for name, state in saved.items():
         assert torch.equal(state.scale, loaded[name].scale)
@@ -92,7 +92,7 @@ def test_parts_in_a_state_dict_share_the_memory_of_the_parameters():
 def test_a_state_dict_of_adapters_leaves_the_scales():
     """It has no parameters of the layers, and is loaded with strict=False."""
     model = trained_model()
-    scales = model[0]._fp8_scales, model[1]._fp8_states, model[2]._fp8_states
+    scales = model[0]._fp8_scales, model[1]._fp8.scales, model[2]._fp8.scales
     saved = [model[0].state_dict()["_extra_state"], *(each.get_extra_state() for each in model[1:])]
     found = model.load_state_dict({"3.adapter": torch.ones(1)}, strict=False)
     assert found.unexpected_keys == ["3.adapter"] and "2._extra_state" not in found.missing_keys
@@ -102,7 +102,7 @@ def test_a_state_dict_of_adapters_leaves_the_scales():
     # One that has a layer's parameters alone removes its scales.
     state = {f"{at}.{name}": p for at in range(3) for name, p in model[at].named_parameters()}
     model.load_state_dict(state, strict=False)
-    assert model[0]._fp8_scales is None and not model[1]._fp8_states and not model[2]._fp8_states
+    assert model[0]._fp8_scales is None and not model[1]._fp8.scales and not model[2]._fp8.scales
 
 
 def trained_model() -> torch.nn.Module:
@@ -128,7 +128,7 @@ def test_scales_without_values_are_none():
     with FakeTensorMode():
         fake.load_state_dict(torch.load(files[1]), assign=True)
     for each in (of_file, of_state, fake):
-        assert each[0]._fp8_scales is None and not each[1]._fp8_states and not each[2]._fp8_states
+        assert each[0]._fp8_scales is None and not each[1]._fp8.scales and not each[2]._fp8.scales
         assert not each[2].state_dict()["_extra_state"].numel()
     of_file.to_empty(device="cpu").load_state_dict(model.state_dict())
     states = [each.state_dict() for each in (of_file, model)]

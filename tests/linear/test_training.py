@@ -121,10 +121,10 @@ def test_a_region_and_a_checkpoint(place, run, recipe):
     found = train(twin, problem, recipe, run, place)
     for at, (ones, others) in enumerate(zip(found, expected)):
         assert all(torch.equal(*pair) for pair in zip(ones, others)), at
-    assert module._fp8_states.keys() == twin._fp8_states.keys()
-    for name, state in module._fp8_states.items():
-        assert torch.equal(state.amax_history, twin._fp8_states[name].amax_history), name
-        assert torch.equal(state.scale, twin._fp8_states[name].scale), name
+    assert module._fp8.scales.keys() == twin._fp8.scales.keys()
+    for name, state in module._fp8.scales.items():
+        assert torch.equal(state.amax_history, twin._fp8.scales[name].amax_history), name
+        assert torch.equal(state.scale, twin._fp8.scales[name].scale), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=str)
@@ -138,7 +138,7 @@ def test_a_reentrant_checkpoint_inside_a_region_is_refused(recipe):
                 by_function(call, x)
         with torch.no_grad():
             assert torch.equal(module(x), module(x))
-    assert not (module._fp8_states and module._fp8_states["forward"].num_steps)
+    assert not (module._fp8.scales and module._fp8.scales["forward"].num_steps)
 
 
 def test_a_function_that_calls_more_layers_again_is_refused():
@@ -334,7 +334,7 @@ def test_regions_of_a_forward_in_a_backward_inside_another_region(around_backwar
                 y = run(model, x)
             with fp8_autocast(bool(around_backward), around_backward or None):
                 y.backward(tensor(problem.dy, "float32"))
-        states = module._fp8_states.values()
+        states = module._fp8.scales.values()
         made.append([y.detach(), x.grad, *(each.grad for each in module.parameters())])
         made[-1] += [norm._fp8_scales.scale, *(each.amax_history for each in states)]
     assert all(torch.equal(*pair) for pair in zip(*made))
@@ -391,7 +391,7 @@ def test_a_backward_in_two_parts_is_one_step(delay):
                 with region(recipe):
                     module(x)
             made.append(found)
-        state = module._fp8_states["backward"]
+        state = module._fp8.scales["backward"]
         made.append([state.scale, state.amax_history])
     for ones, others in zip(made[:4], made[4:]):
         assert all(torch.equal(*pair) for pair in zip(ones, others))

@@ -13,7 +13,7 @@ from norm_calls import assert_few_roundings  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm import CurrentScaling, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
-from cupynorm.linear import function  # noqa: E402
+from cupynorm.linear import layer_norm_linear, layers  # noqa: E402
 from cupynorm.nn import autograd, modes  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -52,9 +52,8 @@ def test_products_in_8_bits(kind, run_as_they_are):
 
 
 def test_a_linear_layer(run_as_they_are):
-    for each in (LayerNormLinear, LayerNormLinear.__mro__[1]):
-        run_as_they_are(each.forward, each._project)
-    run_as_they_are(function.normalize_and_project)
+    run_as_they_are(LayerNormLinear.forward, LayerNormLinear._call, layers.LinearLayer._project)
+    run_as_they_are(layer_norm_linear.normalize_and_project)
     assert_compiled_is_right(LayerNormLinear(100, 31, device="cpu"))
 
 

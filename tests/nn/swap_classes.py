@@ -48,62 +48,16 @@ class CohereLayerNorm(LlamaRMSNorm):
         )
 
 
-class InBfloat16(LlamaRMSNorm):
+class In16Bits(LlamaRMSNorm):
+    """Each step is rounded. Squares overflow in float16."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * self.normalized(x)
-
-
-class AnotherEps(LlamaRMSNorm):
-    """Its eps is not the number in its attribute."""
-
-    def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-
-
-class WithGamma(torch.nn.Module):
-    """Parameters of other names, in another order, and an eps in the code."""
-
-    eps_in_code = 1e-12
-
-    def __init__(self, num_cols: int) -> None:
-        super().__init__()
-        self.beta = torch.nn.Parameter(torch.zeros(num_cols))
-        self.gamma = torch.nn.Parameter(torch.ones(num_cols))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        variance, mean = torch.var_mean(x, -1, keepdim=True, correction=0)
-        x_hat = (x - mean) / torch.sqrt(variance + type(self).eps_in_code)
-        return self.gamma * x_hat + self.beta
-
-
-class WithGammaAndLargeEps(WithGamma):
-    eps_in_code = 0.1
-
-
-class WithGammaAndNoEps(WithGamma):
-    eps_in_code = 0.0
-
-
-class Scaled(torch.nn.Module):
-    """An RMSNorm by neither name nor attribute."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.zeros(shape))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dims = tuple(range(-self.scale.ndim, 0))
-        return (1 + self.scale) * x * torch.rsqrt(x.square().mean(dims, True) + 2.0**-23)
 
 
 class ClipLayerNorm(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).type(x.dtype)
-
-
-class InitialisedLayerNorm(torch.nn.LayerNorm):
-    def reset_parameters(self) -> None:
-        torch.nn.init.normal_(self.weight)
 
 
 def foreign(name: str, module: str, **attributes) -> torch.nn.Module:

@@ -11,7 +11,7 @@ import cupynorm
 torch = pytest.importorskip("torch")
 
 from cupynorm import DelayedScaling, fp8_autocast  # noqa: E402
-from cupynorm.nn import amaxes  # noqa: E402
+from cupynorm.nn import scales  # noqa: E402
 
 DTYPES = (torch.float64, torch.bfloat16)
 
@@ -61,17 +61,17 @@ def test_the_default_device_is_not_that_of_tensors():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_amaxes_are_reduced_in_float32(monkeypatch, with_defaults, dtype):
-    """Also what ranks compare: numbers of 24 bits."""
     seen = []
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda tensor, *others: seen.append(tensor.dtype)
     )
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(amaxes, "_has_other_ranks", lambda group: True)
-    monkeypatch.setattr(amaxes, "_is_compared", lambda group: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(scales, "_compare", lambda *of: None)
     with_defaults(dtype)
-    amaxes.end_step({}, [object()])
-    assert seen == [torch.float32] * 3
+    scales.end_step({}, [object()])
+    assert seen == [torch.float32]
 
 
 def normalized_by(module: torch.nn.Module) -> str:

@@ -10,42 +10,42 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 
-from cupynorm.nn import autocast  # noqa: E402
+from cupynorm.nn import scales  # noqa: E402
 from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling  # noqa: E402
 
 
 def test_regions_may_end_out_of_order():
     """Regions of several threads may end in any order."""
     first, second = (
-        autocast.fp8_autocast(recipe=recipe) for recipe in (CurrentScaling(), BlockScaling())
+        scales.fp8_autocast(recipe=recipe) for recipe in (CurrentScaling(), BlockScaling())
     )
     with first:
         second.__enter__()
-    assert autocast.active().recipe == BlockScaling()
+    assert scales.active().recipe == BlockScaling()
     second.__exit__(None, None, None)
-    assert autocast.active() is None
+    assert scales.active() is None
 
 
 def test_regions():
-    assert autocast.active() is None
+    assert scales.active() is None
     with cupynorm.fp8_autocast():
-        assert autocast.active().recipe == DelayedScaling()
+        assert scales.active().recipe == DelayedScaling()
         with cupynorm.fp8_autocast(recipe=BlockScaling()):
-            assert autocast.active().recipe == BlockScaling()
+            assert scales.active().recipe == BlockScaling()
             with cupynorm.fp8_autocast(enabled=False):
-                assert autocast.active() is None
-        assert autocast.active().recipe == DelayedScaling()
+                assert scales.active() is None
+        assert scales.active().recipe == DelayedScaling()
     with cupynorm.fp8_autocast(False, CurrentScaling()):
-        assert autocast.active() is None
+        assert scales.active() is None
 
     @cupynorm.fp8_autocast(recipe=CurrentScaling())
     def inside():
-        return autocast.active().recipe
+        return scales.active().recipe
 
-    assert inside() == inside() == CurrentScaling() and autocast.active() is None
+    assert inside() == inside() == CurrentScaling() and scales.active() is None
     with pytest.raises(KeyError), cupynorm.fp8_autocast():
         raise KeyError
-    assert autocast.active() is None
+    assert scales.active() is None
 
 
 def test_actions_at_the_end_of_the_outermost_region():
@@ -62,14 +62,14 @@ def test_actions_at_the_end_of_the_outermost_region():
     with cupynorm.fp8_autocast():
         with cupynorm.fp8_autocast(recipe=CurrentScaling()):
             for _ in range(2):
-                autocast.active().used[0, 0] = autocast.UsedScales(Seen(), recipe, "group")
+                scales.active().used[0, 0] = scales.UsedScales(Seen(), recipe, "group")
         assert not ran
     assert ran == [recipe]
     with torch.no_grad(), cupynorm.fp8_autocast():
-        autocast.active().used[0, 0] = autocast.UsedScales(Seen(), recipe, None)
+        scales.active().used[0, 0] = scales.UsedScales(Seen(), recipe, None)
     assert len(ran) == 1
     with pytest.raises(KeyError), cupynorm.fp8_autocast():
-        autocast.active().used[0, 0] = autocast.UsedScales(Seen(), recipe, None)
+        scales.active().used[0, 0] = scales.UsedScales(Seen(), recipe, None)
         raise KeyError
     assert ran[1:] == ["forgotten"]
 
@@ -95,6 +95,6 @@ def test_an_interrupt_leaves_no_region():
             was_interrupted = True
         finally:
             sys.setprofile(None)
-        assert autocast.active() is None, f"after call {last} of a function in C"
+        assert scales.active() is None, f"after call {last} of a function in C"
         last += 1
     assert last > 5

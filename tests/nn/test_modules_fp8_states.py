@@ -25,7 +25,7 @@ from cupynorm import (  # noqa: E402
     Format,
     fp8_autocast,
 )
-from cupynorm.nn import autocast, fp8, recipes  # noqa: E402
+from cupynorm.nn import recipes, scales  # noqa: E402
 
 
 def stepped(kind="LayerNorm", length=4, **options):
@@ -88,7 +88,7 @@ def test_states_of_other_modules():
             warnings.simplefilter("error")
             module.load_state_dict(plain | {"_extra_state": foreign}, strict=True)
         assert module._fp8_scales is None
-    of_linear = fp8.pack({"forward": fp8.Scales((recipes.E4M3,) * 3, 2, torch.device("cpu"))})
+    of_linear = scales.pack({"forward": scales.Scales((recipes.E4M3,) * 3, 2, torch.device("cpu"))})
     with pytest.raises(
         ValueError,
         match="the fp8 state is of forward of 3 tensors; expected that of a norm, y of 1",
@@ -256,7 +256,7 @@ def test_a_refused_call_changes_no_state(options):
                 torch.utils.checkpoint.checkpoint(
                     call, random(5, 200, grad=True), use_reentrant=False
                 )
-            assert not autocast.active().used
+            assert not scales.active().used
         assert module._fp8_scales is kept
         assert all(vars(kept)[name] is value for name, value in fields.items())
         after = module.state_dict()
@@ -285,7 +285,7 @@ def test_scales_cannot_be_made_in_a_capture(monkeypatch):
         RuntimeError,
         match="scales of DelayedScaling were to be made while a CUDA graph is captured",
     ):
-        fp8.scales_for(
+        scales.scales_for(
             None, (recipes.E4M3,), DelayedScaling(), torch.device("cuda:0"), keeps_amaxes=True
         )
 

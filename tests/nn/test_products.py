@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import private, products, quantization, recipes  # noqa: E402
-from cupynorm.nn.products import Factor  # noqa: E402
+from cupynorm.nn import private, quantization, recipes  # noqa: E402
+from cupynorm.nn.quantization import Factor  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_products_of_any_extents_are_within_bounds(device, blocks, kinds, shape)
     wide = [each.dequantize(torch.float64).cpu().numpy() for each in (a, b)]
     for out_dtype, half_ulp in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
         for added in (None, bias.to(out_dtype)):
-            y = products.multiply(a, b, out_dtype, bias=added)
+            y = quantization.multiply(a, b, out_dtype, bias=added)
             assert y.dtype == out_dtype and y.shape == (num_rows, num_cols)
             truth = wide[0] @ wide[1].T + (0.0 if added is None else added.double().cpu().numpy())
             sizes = np.abs(wide[0]) @ np.abs(wide[1]).T + (
@@ -89,8 +89,8 @@ def test_operands_of_torch_s_product(monkeypatch, shape):
     bias = torch.randn(num_cols, generator=generator)
     for out_dtype, half_ulp in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
         for added in (None, bias.to(out_dtype)):
-            y = products.multiply_scaled(a, b, out_dtype, bias=added, fast=True)
-            expected = products.multiply(a, b, torch.float32, bias=added)
+            y = quantization.multiply_scaled(a, b, out_dtype, bias=added, fast=True)
+            expected = quantization.multiply(a, b, torch.float32, bias=added)
             assert y.shape == expected.shape and y.dtype == out_dtype and y.is_contiguous()
             sizes = a.dequantize().abs() @ b.dequantize().abs().t()
             assert (
@@ -105,7 +105,10 @@ def test_operands_of_torch_s_product(monkeypatch, shape):
 def test_an_empty_product_is_zero():
     empty = torch.empty(0, 4).to(recipes.E4M3)
     other, one = torch.ones(3, 4).to(recipes.E4M3), torch.tensor(1.0)
-    assert products.multiply(Factor(empty, one), Factor(other, one), torch.float32).shape == (0, 3)
+    assert quantization.multiply(Factor(empty, one), Factor(other, one), torch.float32).shape == (
+        0,
+        3,
+    )
     of_nothing = Factor(other.t()[:0].t(), one), Factor(torch.empty(2, 0).to(recipes.E4M3), one)
-    nothing = products.multiply(*of_nothing, torch.float32)
+    nothing = quantization.multiply(*of_nothing, torch.float32)
     assert nothing.shape == (3, 2) and not nothing.any()

@@ -5,6 +5,8 @@ Delayed scaling is compared with delayed_scaling.py, a second implementation.
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 from delayed_scaling import Machine
@@ -15,9 +17,9 @@ torch = pytest.importorskip("torch")
 from cuda_graphs import side_stream  # noqa: E402
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import amaxes, autocast, fp8, quantization, recipes  # noqa: E402
-from cupynorm.nn.fp8 import Scales  # noqa: E402
+from cupynorm.nn import quantization, recipes, scales  # noqa: E402
 from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
+from cupynorm.nn.scales import Scales  # noqa: E402
 
 
 def record(scales, at, x):
@@ -138,7 +140,7 @@ def test_options_that_recipes_refuse():
         ({"recipe": "delayed"}, "recipe is a str; expected DelayedScaling"),
     ):
         with pytest.raises(TypeError, match=sentence):
-            autocast.fp8_autocast(**arguments).__enter__()
+            scales.fp8_autocast(**arguments).__enter__()
 
 
 def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
@@ -152,33 +154,34 @@ def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
 
     def all_reduce(tensor, op, group):
         asked.append((op, group))
-        is_amaxes = len(tensor) % amaxes.SLOT_SIZE == 0
-        if is_amaxes:
-            tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
+        tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
+
+    def all_gather_object(of_ranks, own, group):
+        of_ranks[:] = own, own
 
     for name, value in (
         ("is_initialized", lambda: True),
         ("get_world_size", lambda group: 2),
         ("get_backend", lambda group: "gloo"),
         ("all_reduce", all_reduce),
+        ("all_gather_object", all_gather_object),
     ):
         monkeypatch.setattr(torch.distributed, name, value)
     for recipe, expected in (
         (DelayedScaling(amax_history_len=2), 64.0),
         (DelayedScaling(amax_history_len=2, reduce_amax=False), 448.0),
     ):
-        scales = Scales((recipes.E4M3,), 2, torch.device("cpu"))
-        record(scales, 0, torch.ones(1))
+        kept = Scales((recipes.E4M3,), 2, torch.device("cpu"))
+        record(kept, 0, torch.ones(1))
         with cupynorm.fp8_autocast(recipe=recipe, group=group):
-            used = autocast.UsedScales(scales, recipe, group)
-            autocast.active().used[2100, 0] = used
-        assert scales.scale.item() == expected
-    # Two comparisons of the ranks' layers come before a group's first.
-    assert asked == 3 * [(torch.distributed.ReduceOp.MAX, group)]
+            used = scales.UsedScales(kept, recipe, group)
+            scales.active().used[2100, 0] = used
+        assert kept.scale.item() == expected
+    assert asked == [(torch.distributed.ReduceOp.MAX, group)]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     with cupynorm.fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
         pass
-    assert len(asked) == 3
+    assert len(asked) == 1
 
 
 def filled(length: int) -> Scales:
@@ -191,13 +194,19 @@ def filled(length: int) -> Scales:
     return scales
 
 
+def with_length(kept: Scales, length: int) -> Scales:
+    recipe = DelayedScaling(amax_history_len=length)
+    device = torch.device("cpu")
+    return scales.scales_for(kept, kept.dtypes, recipe, device, keeps_amaxes=True)
+
+
 def test_a_history_of_another_length():
     longer = filled(4)
     assert longer.amax_history[:, 0].tolist() == [0.0, 3.0, 4.0, 5.0]
-    longer.resize(6)
+    longer = with_length(longer, 6)
     assert longer.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 3.0, 4.0, 5.0]
     for length, kept in ((3, [0.0, 4.0, 5.0]), (2, [0.0, 5.0]), (1, [0.0])):
-        longer.resize(length)
+        longer = with_length(longer, length)
         assert longer.amax_history[:, 0].tolist() == kept and longer.amax_history.shape == (
             length,
             2,
@@ -206,12 +215,12 @@ def test_a_history_of_another_length():
 
 def test_states_are_packed_as_bytes_without_pickle():
     states = {"forward": filled(4), "backward": filled(2)}
-    packed = fp8.pack(states)
+    packed = scales.pack(states)
     assert packed.dtype == torch.uint8 and packed.is_contiguous()
     assert bytes(packed.numpy()).startswith(
         b'cupynorm fp8 state 1\n{"forward": [4, 2], "backward": [2, 2]}\n'
     )
-    found = fp8.unpack(packed)
+    found = scales.unpack(packed)
     assert list(found) == ["forward", "backward"]
     for name, (scale, history) in found.items():
         assert torch.equal(scale, states[name].scale) and torch.equal(
@@ -219,13 +228,51 @@ def test_states_are_packed_as_bytes_without_pickle():
         )
     for cut in (packed[:-8], packed[:-3], packed[:40]):
         with pytest.raises(
-            ValueError, match="the fp8 state in a state dict has [0-9]+ bytes of numbers; expected"
+            ValueError, match="the fp8 state in a state dict (has [0-9]+ bytes of|begins with)"
         ):
-            fp8.unpack(cut)
-    assert fp8.pack({}).numel() == 0 and fp8.unpack(fp8.pack({})) == {} and fp8.unpack(None) == {}
-    for foreign in (torch.tensor([128, 4, 149], dtype=torch.uint8), {"scale": 1}):
+            scales.unpack(cut)
+    assert (
+        scales.pack({}).numel() == 0
+        and scales.unpack(scales.pack({})) == {}
+        and scales.unpack(None) == {}
+    )
+    for foreign in (torch.tensor([128, 4, 149], dtype=torch.uint8), io.BytesIO(b"x")):
         with pytest.warns(UserWarning, match="is not cupynorm's"):
-            assert fp8.unpack(foreign) == {}
+            assert scales.unpack(foreign) == {}
+
+
+def header(text: bytes, *numbers: float) -> torch.Tensor:
+    raw = b"cupynorm fp8 state 1\n" + text + b"\n" + np.array(numbers, np.float32).tobytes()
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "state, sentence",
+    [
+        (np.zeros(3, np.uint8), "is an ndarray; expected the uint8 tensor"),
+        (b"cupynorm fp8 state 1\n", "is a bytes; expected the uint8 tensor"),
+        ({"scale": 1}, "is a dict; expected the uint8 tensor"),
+        (header(b"[1, 2]"), "begins with .*; expected the names of scales and their extents"),
+        (header(b"[" * 100_000), ".*; expected the names of scales and their extents"),
+        (header(b'{"y": [1, -1]}'), ".*; expected the names of scales and their extents"),
+        (header(b'{"y": 3}'), ".*; expected the names of scales and their extents"),
+        (header(b"{}"), "has 0 bytes of numbers; expected some"),
+        (
+            header(b'{"y": [1, 1]}', np.nan, 0),
+            r"has the scales \[nan\]; expected finite",
+        ),
+        (header(b'{"y": [1, 1]}', 0, 0), r"has the scales \[0.0\]; expected finite ones above 0"),
+        (header(b'{"y": [1, 1]}', -np.inf, 0), r"has the scales \[-inf\]; expected finite"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["RMSNorm", "Linear"])
+def test_states_of_a_wrong_form_are_refused(kind, state, sentence):
+    """They change nothing."""
+    module = cupynorm.RMSNorm(8) if kind == "RMSNorm" else cupynorm.Linear(8, 8, device="cpu")
+    before = module.state_dict()
+    with pytest.raises((TypeError, ValueError), match=f"the fp8 state in a state dict {sentence}"):
+        module.load_state_dict(before | {"_extra_state": state})
+    assert module.state_dict().keys() == before.keys()
 
 
 @pytest.mark.gpu

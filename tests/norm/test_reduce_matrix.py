@@ -12,7 +12,7 @@ from cupynorm.plan.matrices import reduce_matrix_launch
 torch = pytest.importorskip("torch")
 from float8_bytes import numpy, random  # noqa: E402
 
-from cupynorm.linear import matrices  # noqa: E402
+from cupynorm.linear import operands  # noqa: E402
 from cupynorm.nn import quantization  # noqa: E402
 from cupynorm.norm import quantized  # noqa: E402
 
@@ -79,7 +79,7 @@ def test_views_give_the_results_of_contiguous_matrices(device):
         allowed = len(view) * 2.0**-24 * view.double().abs().sum(0)  # each addition rounds
         for made in (
             quantized.sum_rows(view, "float32"),
-            matrices.sum_rows(view, torch.float32),
+            operands.sum_rows(view, torch.float32),
         ):
             assert made.dtype == torch.float32
             assert ((made.double() - expected).abs() <= allowed).all()

@@ -85,11 +85,11 @@ def make_layer(case: Case, problem: LinearProblem, own: Shares, **options) -> La
             layer.layer_norm_bias.copy_(tensor(problem.norm_bias[own.ins], problem.dtype))
         sizes = layer.parameter_split_sizes
         weight = tensor(problem.weight[np.ix_(own.outs, own.ins)], problem.dtype)
-        for parameter, part in zip(layer._weights(), weight.split(sizes)):
+        for parameter, part in zip(layer.weights(), weight.split(sizes)):
             parameter.copy_(part)
         if problem.bias is not None:
             bias = tensor(problem.bias[own.outs], problem.dtype)
-            for parameter, part in zip(layer._biases(), bias.split(sizes)):
+            for parameter, part in zip(layer.biases(), bias.split(sizes)):
                 parameter.copy_(part)
     return layer
 
@@ -176,9 +176,9 @@ def results_of(layer: LayerNormLinear, y: torch.Tensor, x: torch.Tensor) -> dict
     found["dnorm_weight"] = float64(layer.layer_norm_weight.grad)
     if layer.layer_norm_bias is not None:
         found["dnorm_bias"] = float64(layer.layer_norm_bias.grad)
-    found["dweight"] = joined(weight.grad for weight in layer._weights())
+    found["dweight"] = joined(weight.grad for weight in layer.weights())
     if layer.use_bias:
-        found["dbias"] = joined(bias.grad for bias in layer._biases())
+        found["dbias"] = joined(bias.grad for bias in layer.biases())
     return found
 
 
@@ -199,7 +199,7 @@ def run(case: Case, rank: int, problem: LinearProblem, call=None, **options) -> 
     y = layer(x) if call is None else call(layer, x)
     y.backward(dy)
     if options.get("delay_wgrad_compute"):
-        assert layer._weights()[0].grad is None
+        assert layer.weights()[0].grad is None
         layer.backward_dw()
     results = gathered(results_of(layer, y, x))
     found = whole(case, all_own, results, bool(options.get("reduce_norm_gradients")))

@@ -35,8 +35,8 @@ from cupynorm import (
     DelayedScaling,
     fp8_autocast,
 )
+from cupynorm.linear.products import Products
 from cupynorm.nn import quantization
-from cupynorm.parallel.products import QuantizedProducts
 
 RECIPES = {
     "DelayedScaling": DelayedScaling(amax_history_len=2),
@@ -109,7 +109,7 @@ def in_fp8(case: Case, recipe, rank: int, **options) -> None:
         layer.zero_grad()
         single.zero_grad()
     if isinstance(recipe, DelayedScaling):
-        for name, state in layer._fp8_states.items():
+        for name, state in layer._fp8.scales.items():
             assert not (state.scale[:2] == 1).all()
             others = gathered(state.scale.tolist())
             assert all(each == others[0] for each in others), (name, others)
@@ -124,15 +124,15 @@ for _mode, _rows, _norm in itertools.product(("column", "row"), (False, True), N
 @check
 def a_kernel_of_the_norm_that_writes_8_bits(rank):
     """As on a GPU. Its values are not rounded to float32 before, which few bytes notice."""
-    before = QuantizedProducts.fuses_norm
-    QuantizedProducts.fuses_norm = lambda self, input: not self.options.return_normalized
+    before = Products.fuses_norm
+    Products.fuses_norm = lambda self, input: not (self.is_alone or self.options.return_normalized)
     try:
         for rows in (False, True):
             case = Case("column", rows, "layer_norm", "float32")
             for options in ({}, {"save_normalized": True}):
                 in_fp8(case, RECIPES["DelayedScaling"], rank, **options)
     finally:
-        QuantizedProducts.fuses_norm = before
+        Products.fuses_norm = before
 
 
 @check
@@ -181,7 +181,7 @@ def a_backward_in_two_parts_is_one_step(case, rank):
             if parts == 2:
                 gradients += torch.autograd.grad(y, weights, dy)
             found.append(gradients)
-        state = layer._fp8_states["backward"]
+        state = layer._fp8.scales["backward"]
         found.append([state.scale, state.amax_history])
     for ones, others in zip(found[:4], found[4:]):
         assert all(map(torch.equal, ones, others))
@@ -191,7 +191,7 @@ def a_backward_in_two_parts_is_one_step(case, rank):
 def the_gradient_of_normalized_in_8_bits(case, rank):
     """fp8_grad: dx is that of rounded values. A rank has a scale of its own for its part."""
     problem, own = problem_of(case), Shares(case, rank)
-    recipe, seen, before = CurrentScaling(), [], QuantizedProducts.round
+    recipe, seen, before = CurrentScaling(), [], Products.round
     layer = make_layer(case, problem, own)
     x, dy = inputs(problem, own)
 
@@ -199,13 +199,13 @@ def the_gradient_of_normalized_in_8_bits(case, rank):
         seen.append((given, before(self, given)))
         return seen[-1][1]
 
-    QuantizedProducts.round = round
+    Products.round = round
     try:
         with fp8_autocast(recipe=recipe):
             y = layer(x, fp8_grad=True)
         y.backward(dy)
     finally:
-        QuantizedProducts.round = before
+        Products.round = before
     ((given, made),) = seen
     right = quantization.quantize_current(given, torch.float8_e5m2).dequantize(torch.float32)
     assert torch.equal(made, right) and not torch.equal(made, given)

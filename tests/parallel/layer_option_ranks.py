@@ -34,14 +34,12 @@ from layer_cases import (
     whole,
 )
 from linear_bounds import assert_right, half_ulp
-from linear_cases import kernel_on_cpu
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
+from cupynorm.linear.products import Pending, Products
 from cupynorm.parallel import ranks as ranks_module
 from cupynorm.parallel import row
-from cupynorm.parallel.products import FloatProducts
-from cupynorm.parallel.ranks import Pending
 
 
 @for_main
@@ -50,28 +48,16 @@ def kept_normalized_and_zero_centered_weight_without_bias(case, rank):
     run(case, rank, problem, save_normalized=True)
 
 
-def folded_weights(case, rank):
-    """Gradients too, and kept folds in inference and between microbatches."""
-    problem, own = problem_of(case), Shares(case, rank)
+def one_kernel_for_norm_and_product(case, rank):
+    """On the CPU, and where it does not fit, x is gathered all the same."""
     parts = {"q": 8, "k": 4, "v": 4}
     for options in ({}, {"parameters_split": parts, "delay_wgrad_compute": True}):
-        run(case, rank, problem, fused="kernel", **options)
-    with kernel_on_cpu() if DEVICE == "cpu" else contextlib.nullcontext():
-        kept_folds(make_layer(case, problem, own, fused="kernel"), inputs(problem, own)[0])
-
-
-def kept_folds(layer, x):
-    y = layer(x)
-    with torch.no_grad():
-        for is_first in (None, None, True, False):
-            assert torch.equal(layer(x, is_first), y)
-        layer.weight.mul_(2.0)
-        assert torch.equal(layer(x, False), layer(x)) and not torch.equal(layer(x), y)
+        run(case, rank, problem_of(case), fused="kernel", **options)
 
 
 for _case in MAIN:
     if _case.mode == "column":
-        CHECKS[f"folded_weights-{_case.name}"] = partial(folded_weights, _case)
+        CHECKS[f"one_kernel-{_case.name}"] = partial(one_kernel_for_norm_and_product, _case)
 
 
 @for_main
@@ -82,25 +68,8 @@ def parts_of_the_weight(case, rank):
 
 
 @for_main
-def float64_input(case, rank):
-    run(case._replace(dtype="float64"), rank, problem_of(case._replace(dtype="float64")))
-
-
-@for_main
 def a_checkpoint_runs_the_layer_again(case, rank):
     run(case, rank, problem_of(case), lambda layer, x: checkpoint(layer, x, use_reentrant=False))
-
-
-@for_main
-def compiled(case, rank):
-    """A column-parallel layer is in one graph. A row-parallel one breaks it."""
-
-    def call(layer, x):
-        torch._dynamo.reset()
-        fullgraph = case.mode == "column"
-        return torch.compile(layer, backend="aot_eager", fullgraph=fullgraph)(x)
-
-    run(case, rank, problem_of(case), call)
 
 
 @check
@@ -189,7 +158,7 @@ def a_backward_of_the_input_alone(case, rank):
         layer.weight.main_grad = torch.zeros_like(layer.weight)
         (dx,) = torch.autograd.grad(layer(x), x, dy)
         assert torch.equal(dx, x.grad)
-        assert not layer.weight.main_grad.any() and not layer._delayed
+        assert not layer.weight.main_grad.any() and not layer._gradients.queue
 
 
 @for_main
@@ -370,7 +339,7 @@ def launched():
     tell(Pending, "wait", "wait", lambda pending: pending._work is not None)
     tell(row, "normalize", "normalize")
     for name in ("dnormalized", "dweight"):
-        tell(FloatProducts, name, name)
+        tell(Products, name, name)
     try:
         yield seen
     finally:

@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
-from cupynorm.linear.call import LinearOptions, Operands  # noqa: E402
+from cupynorm.linear.operands import LinearOptions, Operands  # noqa: E402
+from cupynorm.linear.products import Pending  # noqa: E402
 from cupynorm.parallel import row  # noqa: E402
-from cupynorm.parallel.ranks import Pending  # noqa: E402
 
 NORMS = {"layer_norm": True, "rms_norm": False}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.product_choice import choose
-from cupynorm.plan.products import NormLinearProblem
+from cupynorm.plan.product_plan import NormLinearProblem, choose
 
 
 def choice(device, sizes, dtype="bfloat16", *, norm="layer_norm", own=None, **options):
@@ -31,8 +30,6 @@ def test_few_rows_take_a_kernel(device, sizes, expected):
     taken, reason = choice(device, sizes)
     assert taken and expected in reason
     assert choice(device, sizes, "float16", norm="rms_norm").takes_kernel
-    taken, reason = choice(device, sizes, gradients=True)
-    assert not taken and reason.endswith("is chosen for calls without gradients")
 
 
 @pytest.mark.parametrize(
@@ -63,13 +60,11 @@ def test_the_plain_path_and_why(device, sizes, expected):
     ids=str,
 )
 def test_many_rows_take_the_kernel(device, sizes):
-    """With gradients too, whose backward is that of the plain path."""
-    for gradients in (False, True):
-        taken, reason = choice(device, sizes, gradients=gradients)
-        assert taken and reason == (
-            "norm_linear.cu, with a fold in each call, is measured to be faster for "
-            + " x ".join(map(str, sizes))
-        )
+    taken, reason = choice(device, sizes)
+    assert taken and reason == (
+        "norm_linear.cu, with a fold in each call, is measured to be faster for "
+        + " x ".join(map(str, sizes))
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,23 @@
-"""torch: how a linear layer quantises its tensors inside cupynorm.fp8_autocast, and its scales."""
+"""torch: how a linear layer quantises its tensors inside cupynorm.fp8_autocast, and what it keeps.
+
+The normalised tensor is quantised from float32, without a rounding to 16 bits. x, mean and rstd are
+saved for backward, which quantises it again by the same scale. save_normalized keeps its transposed
+8-bit copy, 1 byte an element. So does a layer without a norm, which does not keep its input.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import fp8, quantization
+from ..nn import modes, private, quantization, scales
 from ..nn.dtypes import name_of
-from ..nn.fp8 import Scales
-from ..nn.products import Factor
+from ..nn.quantization import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
     E4M3,
@@ -21,9 +27,10 @@ from ..nn.recipes import (
     DelayedScaling,
     Recipe,
 )
+from ..nn.scales import Scales
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Quantization
-from .matrices import as_rows, sum_rows
+from .operands import as_rows, join, sum_rows
 
 # Tensors that have a scale, in TransformerEngine's order.
 FORWARD = ("input", "weight", "output")
@@ -48,13 +55,6 @@ class Delayed(NamedTuple):
 
     value: Tensor
     amax: Tensor | None
-
-
-class QuantizedGradient(NamedTuple):
-    """The gradient of y in 8-bit floats, as the two products of backward take it."""
-
-    data: Factor
-    transposed: Factor
 
 
 class Quantizers:
@@ -109,9 +109,14 @@ class Quantizers:
         return quantization.Rule(recipe.amax_epsilon, recipe.power_of_two)
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether there are scales of blocks."""
+        return isinstance(self.recipe, BlockScaling)
+
+    @property
     def is_exact(self) -> bool:
         """Whether bfloat16 holds the values of blocks: whether their scales are powers of two."""
-        return not isinstance(self.recipe, BlockScaling) or self.recipe.power_of_two
+        return not self.in_blocks or self.recipe.power_of_two
 
     def transposed_weight(self, data: Tensor, scale_inv: Tensor) -> Factor:
         """What a weight's transposed copy and its scales mean."""
@@ -175,8 +180,9 @@ class Quantizers:
 
     def quantize_gradient(
         self, dy: Tensor, sum_dtype: torch.dtype | None
-    ) -> tuple[QuantizedGradient, Tensor | None]:
-        """dy, [num_rows, out_features], in 8 bits; and its sums over rows if sum_dtype is given."""
+    ) -> tuple[tuple[Factor, Factor], Tensor | None]:
+        """dy, [num_rows, out_features], and its transposed copy, as the products of backward take
+        them; and its sums over rows if sum_dtype is given."""
         if isinstance(self.recipe, BlockScaling) or sum_dtype is None:
             quantized = self.quantize("grad_output", dy, transpose=True)
             sums = None if sum_dtype is None else sum_rows(dy, sum_dtype)
@@ -186,7 +192,9 @@ class Quantizers:
             quantized, sums = quantization.quantize_and_sum(
                 dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
             )
-        return QuantizedGradient(factor_of(quantized), transposed_factor(quantized)), sums
+        blocks = quantized.block_rows, quantized.block_cols
+        data = Factor(quantized.data, quantized.scale_inv, *blocks)
+        return (data, transposed_factor(quantized)), sums
 
 
 def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:
@@ -214,12 +222,6 @@ def replaced(quantized: QuantizedTensor, **fields: Any) -> QuantizedTensor:
     return QuantizedTensor(**{name: getattr(quantized, name) for name in _FIELDS} | fields)
 
 
-def factor_of(quantized: QuantizedTensor) -> Factor:
-    """A matrix as a product takes it."""
-    blocks = quantized.block_rows, quantized.block_cols
-    return Factor(quantized.data, quantized.scale_inv, *blocks)
-
-
 def transposed_factor(quantized: QuantizedTensor) -> Factor:
     """Its transposed copy as a product takes it. One scale for all is that of the data too."""
     scale_inv = quantized.transposed_scale_inv
@@ -227,41 +229,130 @@ def transposed_factor(quantized: QuantizedTensor) -> Factor:
     return Factor(quantized.transposed, scale_inv, quantized.block_rows, quantized.block_cols)
 
 
-def states_of(
-    kept: dict[str, Scales], recipe: Recipe, device: torch.device, *, keeps_amaxes: bool
-) -> dict[str, Scales]:
-    """A layer's states for a recipe, on a device; made where there are none.
+def quantizers_of_backward(ctx: Any, quantizers: Quantizers | None) -> Quantizers | None:
+    """Those of a node's backward, which may run for some gradients now and for others later.
 
-    keeps_amaxes: whether the step's are kept. Then they get the recipe's length.
+    Where a step has ended in between, the second one has the scale of the first, and records no
+    amax again. ctx: of the node, with first_backward, which is None at the beginning.
     """
-    if not isinstance(recipe, DelayedScaling):
-        return kept
-    names = {"forward": FORWARD, "backward": BACKWARD}
-    for (name, tensors), dtype in zip(names.items(), recipe.fp8_format.value):
-        dtypes = (dtype,) * len(tensors)
-        kept[name] = fp8.scales_for(
-            kept.get(name), dtypes, recipe, device, keeps_amaxes=keeps_amaxes
-        )
-    return kept
+    if quantizers is None or not isinstance(quantizers.recipe, DelayedScaling):
+        return quantizers
+    state = quantizers.states["backward"]
+    if ctx.first_backward is None:
+        if private.keeps_graph():  # this backward may run again
+            ctx.first_backward = state.num_steps, state.scale.clone()
+        return quantizers
+    num_steps, scale = ctx.first_backward
+    if num_steps == state.num_steps:
+        return quantizers
+    quantizers = copy.copy(quantizers)
+    quantizers.backward_scale = scale
+    return quantizers
 
 
-def states_from(
-    loaded: dict[str, tuple[Tensor, Tensor]], kept: dict[str, Scales]
-) -> dict[str, Scales]:
-    """The states that fp8.unpack returned, in the tensors that a layer has kept.
+class Fp8State:
+    """What a linear layer keeps of its calls inside cupynorm.fp8_autocast.
 
-    Raises ValueError if they are not those of a linear layer.
+    scales: of DelayedScaling, "forward" and "backward".
+    weight: the quantised weight that is_first_microbatch shares, behind its recipe and
+        modes.stream_of.
+    slot: for scales.py. kind: what the layer's twins on other ranks share with it.
     """
-    for name, (scale, _) in loaded.items():
-        tensors = {"forward": FORWARD, "backward": BACKWARD}.get(name)
-        if tensors is None or len(scale) != len(tensors):
-            raise ValueError(
-                f"the fp8 state has {name} of {len(scale)} tensors; expected forward of "
-                f"{len(FORWARD)} and backward of {len(BACKWARD)}"
+
+    def __init__(self, kind: str, kept: dict[str, Scales] | None = None) -> None:
+        self.scales, self.slot = dict(kept or {}), scales.new_slot(kind)
+        self.weight: tuple[Recipe, tuple | None, QuantizedTensor] | None = None
+
+    def quantizers(self, recipe: Recipe, device: torch.device, *, keeps_amaxes: bool) -> Quantizers:
+        """Those of a call in a region with this recipe.
+
+        keeps_amaxes: whether it adds its amaxes to the history of delayed scaling. Then the scales
+        get the recipe's length.
+        """
+        if not isinstance(recipe, DelayedScaling):
+            return Quantizers(recipe, self.scales, keeps_amaxes)
+        names = {"forward": FORWARD, "backward": BACKWARD}
+        for (name, tensors), dtype in zip(names.items(), recipe.fp8_format.value):
+            dtypes = (dtype,) * len(tensors)
+            self.scales[name] = scales.scales_for(
+                self.scales.get(name), dtypes, recipe, device, keeps_amaxes=keeps_amaxes
             )
-    states = {}
-    for name, (scale, amax_history) in loaded.items():
-        dtypes = (E4M3,) * len(scale)
-        states[name] = kept.get(name) or Scales(dtypes, len(amax_history), scale.device)
-        states[name].load(scale, amax_history)
-    return states
+        # A backward of a pipeline that learns shapes would change them.
+        states = copy.deepcopy(self.scales) if modes.learns_shapes() else self.scales
+        return Quantizers(recipe, states, keeps_amaxes)
+
+    def begin(self, region: scales.Region, recipe: Recipe, device: torch.device) -> Quantizers:
+        """The quantizers of a call. Its scales are updated when the outermost region ends."""
+        keeps = torch.is_grad_enabled() and not scales.runs_again() and not modes.learns_shapes()
+        quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
+        if isinstance(recipe, DelayedScaling) and scales.runs:
+            quantizers.forward_scale = scales.kept(quantizers.states["forward"].scale.clone)
+        if keeps:
+            self._use_scales(region, recipe)
+        return quantizers
+
+    def _use_scales(self, region: scales.Region, recipe: Recipe) -> None:
+        if isinstance(recipe, DelayedScaling):
+            for name, at in (("forward", 0), ("backward", scales.OF_BACKWARD)):
+                used = scales.UsedScales(self.scales[name], recipe, region.group)
+                region.used[self.slot, at] = used
+
+    def record(
+        self, region: scales.Region, normalized: Tensor, weights: Sequence[Tensor]
+    ) -> None:
+        """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
+        recipe = region.calibration
+        quantizers = self.quantizers(recipe, normalized.device, keeps_amaxes=True)
+        quantizers.record("input", as_rows(normalized))
+        quantizers.record("weight", join(weights))
+        self._use_scales(region, recipe)
+
+    def quantized_weight(
+        self,
+        quantizers: Quantizers,
+        weights: Sequence[Tensor],
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+        *,
+        recorded: bool,
+    ) -> QuantizedTensor:
+        """The weight, quantised or cached.
+
+        is_first_microbatch True: quantised and cached; False: from the cache, if recipe and stream
+        are the same; None: quantised. recorded: whether backward needs its transposed copy.
+        """
+        is_first = is_first_microbatch
+        stream = None if is_first is None else modes.stream_of(weights[0])
+        recipe, cached_on, cached = self.weight or (None, None, None)
+        if is_first is False and recipe == quantizers.recipe and cached_on == stream:
+            if cached.transposed is not None or not recorded:
+                return cached
+        with torch.no_grad():
+            quantized = quantizers.quantize("weight", join(weights), transpose=recorded)
+            quantized.dtype = dtype
+        if is_first is not None:
+            self.weight = quantizers.recipe, stream, quantized
+        return quantized
+
+    def move(self, function: Callable[[Tensor], Tensor]) -> None:
+        """As torch.nn.Module._apply moves a layer."""
+        moved = {name: scales.moved(state, function) for name, state in self.scales.items()}
+        self.scales = {name: state for name, state in moved.items() if state is not None}
+        self.weight = None
+
+    def load(self, packed: Any) -> None:
+        """Takes what scales.pack(scales) returned. Raises ValueError for that of another layer."""
+        loaded, kept = scales.unpack(packed), self.scales
+        for name, (scale, _) in loaded.items():
+            tensors = {"forward": FORWARD, "backward": BACKWARD}.get(name)
+            if tensors is None or len(scale) != len(tensors):
+                raise ValueError(
+                    f"the fp8 state has {name} of {len(scale)} tensors; expected forward of "
+                    f"{len(FORWARD)} and backward of {len(BACKWARD)}"
+                )
+        self.scales = {}
+        for name, (scale, amax_history) in loaded.items():
+            dtypes = (E4M3,) * len(scale)
+            state = kept.get(name) or Scales(dtypes, len(amax_history), scale.device)
+            state.load(scale, amax_history)
+            self.scales[name] = state

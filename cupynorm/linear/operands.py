@@ -1,13 +1,22 @@
-"""A call of a norm and the linear layer after it: operands, options and checks."""
+"""torch: a call of a norm and the linear layer after it: its operands, options and checks.
+
+Tensors as matrices: flattened to rows, summed over rows, and joined from parts.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..dtypes import DTYPES
 from ..gpu import arrays
-from ..norm import checks
+from ..nn import quantization
+from ..nn.dtypes import name_of, outside_autocast
+from ..norm import checks, quantized
 from ..norm.request import Array, Launch
 
 FUSED = (None, "plain", "kernel")
@@ -18,16 +27,11 @@ def is_fused(fused: str | None) -> bool:
     return fused not in (None, "plain")
 
 
-def has_no_normalized(name: str, fused: str) -> str:
-    """The message for a call that wants the normalised tensor from a way that makes none."""
-    return (
-        f"{name} is given with fused={fused!r}, in which no normalised tensor exists; "
-        "expected one of them"
-    )
+def check_fused(fused: object, **wants_normalized: bool) -> None:
+    """Raises ValueError for what is none of FUSED.
 
-
-def check_fused(fused: object) -> None:
-    """Raises ValueError for what is none of FUSED."""
+    wants_normalized: an option by name, and whether it asks for the normalised tensor.
+    """
     if fused == "fold":
         raise ValueError(
             "fused is 'fold', which was removed; expected None or 'plain', which are faster"
@@ -35,9 +39,12 @@ def check_fused(fused: object) -> None:
     if fused not in FUSED:
         *others, last = map(repr, FUSED)
         raise ValueError(f"fused is {fused!r}; expected {', '.join(others)} or {last}")
-
-
-# Requests.
+    for name, is_given in wants_normalized.items():
+        if is_given and is_fused(fused):
+            raise ValueError(
+                f"{name} is given with fused={fused!r}, in which no normalised tensor exists; "
+                "expected one of them"
+            )
 
 
 class Operands(NamedTuple):
@@ -57,15 +64,13 @@ class Operands(NamedTuple):
 
     @classmethod
     def split(cls, tensors: Sequence[Array | None], num_weights: int) -> Operands:
-        """The operands whose all_of these tensors are."""
+        """The operands whose all() these tensors are."""
         weights, biases = tensors[4 : 4 + num_weights], tensors[4 + num_weights :]
         return cls(*tensors[:4], weights, biases)
 
-
-def all_of(operands: Operands) -> tuple[Array | None, ...]:
-    """The arrays in one tuple, in the order of the fields."""
-    input, residual, norm_weight, norm_bias, weights, biases = operands
-    return (input, residual, norm_weight, norm_bias, *weights, *biases)
+    def all(self) -> tuple[Array | None, ...]:
+        """The arrays in one tuple, in the order of the fields."""
+        return (*self[:4], *self.weights, *self.biases)
 
 
 class LinearOptions(NamedTuple):
@@ -85,16 +90,6 @@ class LinearOptions(NamedTuple):
     launch: Launch | None
     dtype: Any = None
     has_norm: bool = True
-
-
-class LinearCall(NamedTuple):
-    """One call."""
-
-    operands: Operands
-    options: LinearOptions
-
-
-# Checks.
 
 
 def launch_of(sm_margin: int | Mapping[str, int]) -> Launch | None:
@@ -183,3 +178,73 @@ def _check_same_dtype(array: Array, name: str, like: Array, like_name: str) -> N
         raise TypeError(
             f"{name} is of dtype {dtype}, {like_name} of {expected}; expected both the same"
         )
+
+
+# Matrices.
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """A tensor [..., num_cols] as [num_rows, num_cols], even where one of them is 0."""
+    # torch.Size.numel would make a number of a symbol, so that each num_rows is compiled anew.
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and device that has one element in memory."""
+    return tensor.new_empty(1).expand(tensor.shape)
+
+
+def as_result(tensor: Tensor | None) -> Tensor | None:
+    """A tensor in the same memory that is no view to autograd.
+
+    A result of an autograd.Function that is a view cannot be written to in place.
+    """
+    return tensor.data if tensor is not None and tensor._is_view() else tensor
+
+
+def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums over rows of a matrix, [num_cols], rounded once.
+
+    On a GPU a kernel makes them with little scratch memory.
+    """
+    if rows.is_meta or arrays.on_host(rows) or rows.stride(-1) != 1:
+        return quantization.sum_rows(rows, dtype)
+    return quantized.sum_rows(rows, name_of(dtype))
+
+
+def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Parts concatenated along rows, in dtype, differentiable; None of no parts.
+
+    They are cast first: torch.autocast has no cat of the 16-bit dtype that it does not use.
+    """
+    parts = [part.to(dtype) for part in parts]
+    if len(parts) > 1:
+        return torch.cat(parts)
+    return parts[0] if parts else None
+
+
+def join(parts: Sequence[Tensor]) -> Tensor | None:
+    """Parts concatenated along rows, detached; None of no parts.
+
+    Parts that follow each other in one storage are not copied.
+    """
+    if len(parts) < 2:
+        return parts[0].detach() if parts else None
+    first, at = parts[0], parts[0].data_ptr()
+    storage, dtype = first.untyped_storage().data_ptr(), first.dtype
+    is_neg, num_rows = first.is_neg(), 0
+    for part in parts:
+        follows = part.data_ptr() == at and part.untyped_storage().data_ptr() == storage
+        is_like = part.dtype == dtype and part.is_neg() == is_neg
+        if not follows or not is_like or not part.is_contiguous():
+            with outside_autocast(first):
+                return torch.cat([part.detach() for part in parts])
+        at += part.numel() * dtype.itemsize
+        num_rows += part.shape[0]
+    return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
+
+
+def split_like(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """A tensor cut along rows into the sizes of parts, each in its part's dtype."""
+    cut = joined.split([len(part) for part in parts])
+    return [each.to(part.dtype) for each, part in zip(cut, parts)]

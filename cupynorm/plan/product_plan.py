@@ -1,9 +1,13 @@
-"""Launches of norm_linear.cu, a norm and the linear layer after it, and of fold_weight.cu.
+"""Launches of a norm and the linear layer after it in one kernel, and when it is the default.
 Pure Python, no GPU needed.
+
+norm_linear.cu, fold_weight.cu   many rows
+norm_linear_few.cu               one or two rows
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .devices import Device
@@ -51,17 +55,6 @@ class NormLinearProblem(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """num_rows, in_features, out_features."""
         return self[:3]
-
-
-def rows_words(
-    addresses: tuple[int, ...], problem: NormLinearProblem, eps: float
-) -> tuple[int | float, ...]:
-    """The first members of struct NormLinearFew of cuda_src/norm_linear_few.cu.
-
-    addresses: of x, residual, sum, bias, norm_weight, norm_bias, y, mean and rstd; 0 for those
-    absent.
-    """
-    return *addresses, *problem.sizes, float(eps)
 
 
 class Limits(NamedTuple):
@@ -157,11 +150,6 @@ def product_launch(
     return ProductPlan(launch, strips_at_a_time or max(num_clusters // _COLUMNS_AT_A_TIME, 1))
 
 
-def aligned(words: tuple[int | float, ...]) -> tuple[int | float, ...]:
-    """The words and as many of 0 as a tensor map or the end of its struct needs: to 64 bytes."""
-    return *words, *[0] * (-len(words) % 8)
-
-
 def product_words(
     maps: tuple[tuple[int, ...], ...],
     addresses: tuple[int, ...],
@@ -175,9 +163,8 @@ def product_words(
     and of num_rows + 1 words of 0. sizes: num_rows, in_features, out_features.
     """
     maps_words = (word for each in maps for word in each)
-    return aligned(
-        (*maps_words, *addresses, addresses[-1] + 8, *sizes, strips_at_a_time, float(eps))
-    )
+    words = (*maps_words, *addresses, addresses[-1] + 8, *sizes, strips_at_a_time, float(eps))
+    return *words, *[0] * (-len(words) % 8)  # the struct is aligned to 64 bytes
 
 
 def folded_rows(out_features: int) -> int:
@@ -206,3 +193,154 @@ def fold_launch(
     flags = f"{cpp_bool(zero_centered)}, {cpp_bool(centered)}"
     kernel = Kernel("fold_weight.cu", f"fold_weight<{types}, {flags}, {tile.cpp}>")
     return Launch(kernel, tile, out_features, tile.block_size, _FOLD_SMEM_BYTES)
+
+
+# norm_linear_few.cu: one or two rows.
+
+FEW_SOURCE = "norm_linear_few.cu"
+# The integers of cuda_src/product/weight_units.cuh.
+_NUM_WARPS, _PART_COLS = 16, 1024
+_MOST_WEIGHTS = 2**26  # of the default
+MOST_ROWS = 2
+_FEW_LIMITS = Limits((1, MOST_ROWS), _NUM_WARPS * _PART_COLS, is_for_80=True)
+
+
+class FewRowsPlan(NamedTuple):
+    """The launch of norm_linear_few.cu. outputs_of_block: an argument of the kernel."""
+
+    launch: Launch
+    outputs_of_block: int
+
+
+def _smem_bytes(num_rows: int, in_features: int, outputs_of_block: int) -> int:
+    num_parts = ceil_div(in_features, _PART_COLS)
+    of_row = _NUM_WARPS * 12 + num_parts * _PART_COLS * 2
+    return num_rows * (of_row + outputs_of_block * num_parts * 4)
+
+
+def why_not_few(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | None:
+    """Why norm_linear_few.cu does not fit a call, as a sentence, or None.
+
+    sizes: num_rows, in_features, out_features.
+    """
+    reason, (num_rows, in_features, out_features) = _FEW_LIMITS.why_not(device, dtype, sizes), sizes
+    outputs = ceil_div(out_features, device.num_sms)
+    if reason is None and _smem_bytes(num_rows, in_features, outputs) > device.smem_per_block:
+        return f"{out_features} outputs do not fit the shared memory of {device.name}"
+    return reason
+
+
+def is_faster(device: Device, sizes: tuple[int, int, int]) -> bool:
+    """Whether norm_linear_few.cu is at least 2% faster than a norm and cuBLAS's product after it.
+
+    sizes: num_rows, in_features, out_features. Measured on an H200, 2026-11-25: 4 to 28% faster up
+    to 8192 x 8192. Larger weights: 3 to 6% in CUDA graphs, level in single calls (docs/linear.md).
+    """
+    return device.compute_capability == 90 and sizes[1] * sizes[2] <= _MOST_WEIGHTS
+
+
+def few_launch(device: Device, problem: NormLinearProblem) -> FewRowsPlan:
+    """A launch for a problem that why_not_few accepts."""
+    num_rows, in_features, out_features = problem[:3]
+    outputs = ceil_div(out_features, device.num_sms)
+    types = cpp_names(problem.dtype, problem.norm_weight, problem.norm_bias)
+    flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
+    launch = Launch(
+        Kernel(FEW_SOURCE, f"norm_linear_few<{types}, {flags}, {num_rows}>"),
+        Tile(8, _NUM_WARPS * 32),
+        ceil_div(out_features, outputs),
+        _NUM_WARPS * 32,
+        _smem_bytes(num_rows, in_features, outputs),
+    )
+    return FewRowsPlan(launch, outputs)
+
+
+def few_words(
+    weight: int,
+    addresses: tuple[int, ...],
+    problem: NormLinearProblem,
+    plan: FewRowsPlan,
+    eps: float,
+) -> tuple[int | float, ...]:
+    """The argument struct of norm_linear_few.cu. weight: its address.
+
+    addresses: of x, residual, sum, bias, norm_weight, norm_bias, y, mean and rstd; 0 for those
+    absent.
+    """
+    return *addresses, *problem.sizes, float(eps), weight, plan.outputs_of_block
+
+
+# The default.
+
+# Of norm_linear.cu by default, with a fold in each call: docs/experiments.md, The norm inside the
+# product. With fewer products the host, which enqueues more, could be slower than the GPU.
+FEWEST_ROWS = 2**13
+_ROWS_OF_OUTPUT, _FEWEST_OUTPUTS, _FEWEST_PRODUCTS, _MOST_COLS = 4, 2**10, 2**36, 4096
+# LayerNorm's. Where means have 1000 standard deviations, sums of more columns add up to 10% error.
+MOST_CENTERED_COLS = 2048
+
+
+class Choice(NamedTuple):
+    """takes_kernel: whether one kernel computes both. reason: a sentence."""
+
+    takes_kernel: bool
+    reason: str
+
+
+def choose(
+    device: Device, problem: NormLinearProblem, *, residual: bool = False, sm_margin: int = 0
+) -> Choice:
+    """The default of a call, fused=None. For few rows: of one without gradients.
+
+    residual: whether it has one. sm_margin: multiprocessors that it leaves free.
+    """
+    num_rows = problem.num_rows
+    if num_rows > MOST_ROWS:
+        reason = why_not(device, problem.dtype, problem.sizes)
+        if reason is None and residual:
+            reason = "the norm's kernel on the plain path also adds the residual"
+        if reason is None and sm_margin:
+            reason = "the call leaves some multiprocessors free, and the kernel needs all"
+        reason = reason or _why_not_folded(problem)
+        source = "norm_linear.cu, with a fold in each call,"
+    else:
+        reason, source = why_not_few(device, problem.dtype, problem.sizes), FEW_SOURCE
+        if reason is None and not is_faster(device, problem.sizes):
+            reason = f"{source} is not measured to be faster for {_sizes_of(problem)}"
+    if reason is not None:
+        return Choice(False, reason)
+    return Choice(True, f"{source} is measured to be faster for {_sizes_of(problem)}")
+
+
+def _sizes_of(problem: NormLinearProblem) -> str:
+    return " x ".join(map(str, problem.sizes))
+
+
+def _why_not_folded(problem: NormLinearProblem) -> str | None:
+    """Why norm_linear.cu is slower with a fold in each call, or less exact, or None."""
+    num_rows, in_features, out_features = sizes = problem.sizes
+    if problem.dtype != "bfloat16":
+        return f"large means and small norm weights cost accuracy in {problem.dtype}"
+    if problem.centered and in_features > MOST_CENTERED_COLS:
+        return (
+            f"large means cost accuracy with more than {MOST_CENTERED_COLS} columns; "
+            f"in_features is {in_features}"
+        )
+    if not problem.centered and problem.norm_weight == problem.dtype:
+        return (
+            "in rows that are nearly constant the plain path rounds norm weights of "
+            f"{problem.dtype} to themselves, so it is more exact"
+        )
+    if in_features > _MOST_COLS:
+        return f"a fold in each call was measured up to {_MOST_COLS} columns, not {in_features}"
+    if num_rows < max(FEWEST_ROWS, _ROWS_OF_OUTPUT * out_features):
+        return (
+            f"a fold in each call is slower with fewer than {FEWEST_ROWS} rows, or fewer than "
+            f"{_ROWS_OF_OUTPUT} for each output; {num_rows} rows have {out_features}"
+        )
+    if out_features < _FEWEST_OUTPUTS or math.prod(sizes) < _FEWEST_PRODUCTS:
+        return (
+            f"a fold in each call is slower with fewer than {_FEWEST_OUTPUTS} outputs or "
+            f"{_FEWEST_PRODUCTS} products, which {_sizes_of(problem)} has"
+        )
+    return None

@@ -1,0 +1,464 @@
+"""torch: Linear, for products of 8-bit floats, and what it shares with LayerNormLinear
+(parallel/module.py).
+
+layer_norm_linear.py  a call, differentiable
+products.py           its values and gradients
+fp8_products.py       what a layer keeps inside cupynorm.fp8_autocast
+weight_gradients.py   what it keeps for fuse_wgrad_accumulation and delay_wgrad_compute
+parameters.py         the parts of its parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..gpu import arrays
+from ..nn import modes, scales, wrapped
+from ..nn.dtypes import outside_autocast, product_dtype
+from ..nn.recipes import DelayedScaling
+from ..norm.quantized import QuantizedTensor
+from . import parameters
+from .fp8_products import Fp8State, as_matrix, fits
+from .layer_norm_linear import check_call, normalize_and_project
+from .operands import LinearOptions, Operands, as_rows, is_fused
+from .products import ONE_RANK, OneRank, Products, norm
+from .weight_gradients import WeightGradients, WeightGradientSink
+
+
+class LinearLayer(torch.nn.Module):
+    """A layer of the operands that the subclass gives to _call.
+
+    The subclass sets the attributes below, in_features, out_features and use_bias, and calls
+    begin_state.
+    """
+
+    fuse_wgrad_accumulation = delay_wgrad_compute = return_bias = False
+    fused: str | None = None
+    weight_names: Sequence[str] = ("weight",)
+    bias_names: Sequence[str] = ("bias",)
+    sharding: OneRank = ONE_RANK
+
+    def begin_state(self, scales: dict | None = None) -> None:
+        """Must run in the constructor. scales: those of DelayedScaling of another copy."""
+        kind = f"{type(self).__qualname__}({self.in_features}, {self.out_features})"
+        self._fp8, self._gradients = Fp8State(kind, scales), WeightGradients()
+        self.__dict__.setdefault("wgrad_accumulation_and_reduce_hooks", [])
+
+    def weights(self) -> list[Tensor]:
+        """The parts of the weight that the layer holds now."""
+        return [getattr(self, name) for name in self.weight_names]
+
+    def biases(self) -> list[Tensor]:
+        """The parts of the bias; none without a bias."""
+        return [getattr(self, name) for name in self.bias_names] if self.use_bias else []
+
+    def linear_options(self, dtype: torch.dtype) -> LinearOptions:
+        """The layer's options for products of a dtype."""
+        raise NotImplementedError
+
+    # Calls.
+
+    def _runs_untraced(self) -> bool:
+        """Whether torch.compile must call the layer as it is.
+
+        The whole of it: torch 2.11 fails where the graph breaks further inside, beside tuples that
+        the traced part has made.
+        """
+        if not modes.is_compiling():
+            return False
+        # What a checkpoint runs again needs the region of its first run, which no graph keeps.
+        return scales.is_inside() or bool(scales.runs) or self._gradients.has_sink(self)
+
+    def _region(self) -> scales.Region | None:
+        """The region of a call: of the first run of a call that a checkpoint runs again."""
+        return scales.active() if modes.is_compiling() else scales.kept(scales.active)
+
+    def _call(
+        self,
+        operands: Operands,
+        region: scales.Region | None,
+        is_first_microbatch: bool | None,
+        *,
+        fp8_output: bool,
+        fp8_grad: bool,
+        quantized: QuantizedTensor | None = None,
+    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+        """y and normalized (None unless requested). quantized: the input where it came in 8 bits.
+
+        region: of _region(), which must be asked once in each call.
+        """
+        self._gradients.begin(self)
+        if region is not None:
+            scales.check_checkpoint(region)
+            results = self._project_in_fp8(
+                operands, region, is_first_microbatch, fp8_output, fp8_grad, quantized=quantized
+            )
+        elif fp8_output or fp8_grad:
+            name = "fp8_output" if fp8_output else "fp8_grad"
+            raise ValueError(
+                f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
+            )
+        else:
+            calibrating = scales.calibration()
+            if calibrating is not None and not operands.input.is_meta:
+                modes.run_untraced(self._record_amaxes)(operands, calibrating)
+            if self._gradients.has_sink(self):
+                run = modes.run_untraced(self._project_to_sink)
+                results = run(operands, is_first_microbatch)
+            else:
+                results = self._project(operands)
+        # Last: a call that is refused changes nothing.
+        self._gradients.end(self, is_first_microbatch)
+        return results
+
+    def _project(
+        self, operands: Operands, sink: WeightGradientSink | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """y and normalized, in the dtype of the call."""
+        options = self.linear_options(product_dtype(operands.input))
+        return normalize_and_project(Products(options, self.sharding), operands, sink)[:2]
+
+    def _project_to_sink(
+        self, operands: Operands, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if modes.is_recorded():  # the graph's own backward gives the gradients to autograd
+            return self._project(operands)
+        sink = self._gradients.make_sink(self, is_first_microbatch)
+        results = self._project(operands, sink)
+        self._gradients.take_step(sink)
+        return results
+
+    def _project_in_fp8(
+        self,
+        operands: Operands,
+        region: scales.Region,
+        is_first_microbatch: bool | None,
+        fp8_output: bool,
+        fp8_grad: bool,
+        *,
+        quantized: QuantizedTensor | None,
+    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+        """y (quantised with fp8_output) and normalized."""
+        if operands.input.is_nested:
+            if fp8_output:
+                raise NotImplementedError(
+                    "fp8_output is True and input is nested; expected fp8_output=False"
+                )
+            packing = wrapped.Packing(operands.input, 1)
+            operands = operands._replace(input=packing.values(operands.input, "input"))
+            results = self._project_in_fp8(
+                operands, region, is_first_microbatch, False, fp8_grad, quantized=quantized
+            )
+            return packing.nested(results)
+        options = self.linear_options(product_dtype(operands.input))
+        self._check_in_fp8(operands, options)
+        recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all())
+        if recorded and fp8_output:
+            raise ValueError(
+                "fp8_output is True where gradients are recorded; "
+                "expected False, or torch.no_grad()"
+            )
+        sink = None
+        if recorded and self._gradients.has_sink(self):
+            sink = self._gradients.make_sink(self, is_first_microbatch)
+        if isinstance(region.recipe, DelayedScaling):
+            scales.check_is_no_replica(self)
+        quantizers = self._fp8.begin(region, region.recipe, operands.input.device)
+        weight = self._fp8.quantized_weight(
+            quantizers, operands.weights, options.dtype, is_first_microbatch, recorded=recorded
+        )
+        products = Products(options, self.sharding, quantizers, fp8_grad=fp8_grad)
+        y, normalized, _ = normalize_and_project(products, operands, sink, weight, quantized)
+        self._gradients.take_step(sink)
+        if fp8_output:
+            y = quantizers.quantize("output", as_rows(y))
+        return y, normalized
+
+    def _check_in_fp8(self, operands: Operands, options: LinearOptions) -> None:
+        """Raises for a call that cannot be in 8 bits, before it changes any scale."""
+        _refuse_transforms(operands)
+        if operands.input.is_meta:
+            arrays.check_addresses(input=operands.input)  # raises
+        if modes.is_recorded():
+            raise NotImplementedError(
+                "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "
+                "it outside"
+            )
+        if is_fused(self.fused):
+            raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
+        if operands.input.dtype == torch.float64:
+            raise TypeError(
+                "input is of dtype float64 inside fp8_autocast; "
+                "expected float16, bfloat16 or float32"
+            )
+        if wrapped.is_any_dtensor(*operands.all()):
+            raise NotImplementedError(
+                "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
+            )
+        check_call(operands, options)
+
+    def _record_amaxes(self, operands: Operands, region: scales.Region) -> None:
+        """Of a call in its own dtype, in a region that is calibrating."""
+        if self.sharding.mode == "row":
+            raise NotImplementedError(
+                f"calibrating is True and parallel_mode 'row' with tp_size {self.sharding.size}; "
+                "expected calibrating=False, because a rank has no whole rows to normalise"
+            )
+        if modes.is_inside_backward() or modes.learns_shapes():
+            return  # a checkpoint runs the call again, or a pipeline before the first step
+        _refuse_transforms(operands)
+        scales.check_is_no_replica(self)
+        if operands.input.is_nested:
+            values = wrapped.Packing(operands.input, 1).values(operands.input, "input")
+            operands = operands._replace(input=values)
+        check_call(operands, self.linear_options(product_dtype(operands.input)))
+        with torch.no_grad(), outside_autocast(operands.input):
+            normalized = norm(self.linear_options(torch.float32), operands, torch.float32)[0]
+            self._fp8.record(region, normalized, operands.weights)
+
+    def _check_input(self, input: object) -> None:
+        """Raises NotImplementedError, TypeError or ValueError for what the layer cannot take."""
+        if input.__class__ is torch.fx.Proxy:
+            raise NotImplementedError(
+                f"torch.fx was asked to trace into a cupynorm.{type(self).__name__}; expected a "
+                "Tracer whose is_leaf_module returns True for it"
+            )
+        if not isinstance(input, Tensor):
+            raise TypeError(f"input is {arrays.type_in_words(input)}; expected a torch tensor")
+        # torch.jit.trace warns of every shape that is looked at; there the operator checks.
+        checks_shape = modes.is_compiling() or not modes.is_jit_traced()
+        if checks_shape and (not input.ndim or input.size(-1) != self.in_features):
+            raise ValueError(
+                f"input has shape {tuple(input.shape)}; expected (..., {self.in_features}), "
+                "in_features of this layer"
+            )
+
+    # Weight gradients.
+
+    def backward_dw(self) -> None:
+        """Makes the gradients of weights and biases that the oldest backward left.
+
+        It adds them to .grad (or main_grad) and runs the hooks. Call it once for each backward; any
+        number may be left before a step. Does nothing without delay_wgrad_compute.
+
+        Raises RuntimeError if no backward has left anything, or if a tensor that it reads was
+        written to: the gradient of y and the normalised tensor (in 8 bits copies of its own), or,
+        where that was not made, the input and the norm's parameters.
+        """
+        if self.need_backward_dw():
+            self._gradients.run_delayed(self.weights()[0])
+            for hook in self.wgrad_accumulation_and_reduce_hooks:
+                hook()
+
+    def need_backward_dw(self) -> bool:
+        """Whether this layer leaves its weight gradients to backward_dw()."""
+        return self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """hook() runs at the end of each backward_dw()."""
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    # State.
+
+    def mark_parameters(self) -> None:
+        """Sets the attributes that Megatron reads."""
+        if self.delay_wgrad_compute:  # backward leaves no gradient of these
+            for parameter in (*self.weights(), *self.biases()):
+                parameter.skip_backward_post_hook = True
+
+    def get_extra_state(self) -> Tensor:
+        """The state of delayed scaling as bytes, without pickle.
+
+        An empty uint8 tensor where there is none.
+        """
+        return scales.pack(self._fp8.scales)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state returned.
+
+        An empty state of TransformerEngine is accepted. Its pickle is ignored with a warning.
+        """
+        self._fp8.load(state)
+
+    def _apply(self, function: Callable, recurse: bool = True) -> LinearLayer:
+        super()._apply(function, recurse)
+        self._fp8.move(function)
+        parameters.join_parts(self)
+        self.mark_parameters()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        scales.complete(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._fp8.weight = None
+        self.mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+    def __getstate__(self) -> dict:
+        """Without what belongs to a step of this layer alone."""
+        return self.__dict__ | {"_fp8": self._fp8.scales, "_gradients": None}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.begin_state(self._fp8)
+        self._fp8.move(lambda tensor: tensor)  # torch.load may have put them on "meta"
+        parameters.join_parts(self)
+        self.mark_parameters()  # a deep copy of a parameter loses its attributes
+
+
+def _refuse_transforms(operands: Operands) -> None:
+    if modes.is_jit_traced():
+        raise NotImplementedError(
+            "torch.jit.trace was asked to record a layer inside fp8_autocast; expected it outside"
+        )
+    if modes.has_functorch_transforms() or modes.have_tangents(operands.all()):
+        raise NotImplementedError(
+            "torch.func or forward mode was asked to transform a layer inside fp8_autocast; "
+            "expected it outside"
+        )
+
+
+class Linear(LinearLayer, torch.nn.Linear):
+    """torch.nn.Linear, which multiplies in 8-bit floats inside of cupynorm.fp8_autocast.
+
+    It has the same arguments in the same order, the same parameters and the same state dict.
+    Outside of fp8_autocast it computes what torch.nn.Linear computes.
+
+    Examples:
+        >>> norm, layer = cupynorm.RMSNorm(64), cupynorm.Linear(64, 192)
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        ...     layer(norm(torch.randn(8, 64), fp8_output=True)).shape
+        torch.Size([8, 192])
+
+    in_features, out_features, bias, device, dtype: as torch's.
+
+    By keyword only:
+    fuse_wgrad_accumulation, delay_wgrad_compute: as for cupynorm.LayerNormLinear.
+    fp8_state: True puts `_extra_state` into the state dict from the start, empty without scales.
+
+    Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
+    it returns (..., out_features). is_first_microbatch, fp8_output and fp8_grad are those of
+    cupynorm.LayerNormLinear; fp8_grad rounds the gradient of the input.
+
+    input may also be a cupynorm.QuantizedTensor, such as the y of cupynorm.LayerNorm with
+    fp8_output=True. Its 8-bit numbers are multiplied as they are if they have the recipe's format
+    and one scale, or the recipe's blocks. Otherwise they are dequantised, and quantised again. The
+    gradient of the weight reads a transposed copy in 8 bits. With scales of blocks that copy is
+    made of the dequantised values. DelayedScaling records no amax of such an input.
+
+    For backward the layer keeps a transposed 8-bit copy of the input, and not the input.
+
+    With DelayedScaling the state dict also has scales, as bytes without pickle, under the name
+    _extra_state (torch.nn loads such a state dict with strict=False). One without it is loaded.
+    torch.distributed.checkpoint loads only what the new layer has in its own state dict: give
+    fp8_state=True to load scales there.
+
+    Raises ValueError or TypeError for invalid arguments.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        fp8_state: bool = False,
+    ) -> None:
+        if not isinstance(bias, bool):
+            raise TypeError(f"bias is {bias!r}; expected True or False: the arguments are torch's")
+        if isinstance(device, bool):
+            raise TypeError(
+                f"device is {device}; the order of the arguments is torch.nn's: in_features, "
+                "out_features, bias, device, dtype. Give TransformerEngine's others by keyword"
+            )
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.fp8_state = fp8_state
+        self.begin_state()
+        self.mark_parameters()
+
+    @property
+    def use_bias(self) -> bool:
+        return self.bias is not None
+
+    def linear_options(self, dtype: torch.dtype) -> LinearOptions:
+        """The layer's options for products of a dtype."""
+        return LinearOptions(
+            centered=False,
+            eps=0.0,
+            zero_centered_weight=False,
+            return_normalized=False,
+            save_normalized=True,
+            fused=None,
+            launch=None,
+            dtype=dtype,
+            has_norm=False,
+        )
+
+    def forward(
+        self,
+        input: Tensor | QuantizedTensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor | QuantizedTensor:
+        if self._runs_untraced():
+            arguments = input, is_first_microbatch, fp8_output, fp8_grad
+            return modes.run_untraced(self.forward)(*arguments)
+        region, quantized = self._region(), None
+        if isinstance(input, QuantizedTensor):
+            quantized, input = _unpacked(input, region)
+        self._check_input(input)
+        is_torchs = region is None and not (
+            fp8_output
+            or fp8_grad
+            or self.fuse_wgrad_accumulation
+            or self.delay_wgrad_compute
+            or scales.calibration() is not None
+        )
+        if is_torchs:
+            return functional.linear(input, self.weight, self.bias)
+        y, _ = self._call(
+            Operands(input, None, None, None, self.weights(), self.biases()),
+            region,
+            is_first_microbatch,
+            fp8_output=fp8_output,
+            fp8_grad=fp8_grad,
+            quantized=quantized,
+        )
+        return y
+
+    def _project(
+        self, operands: Operands, sink: WeightGradientSink | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if sink is None:
+            return functional.linear(operands.input, operands.weights[0], self.bias), None
+        return super()._project(operands, sink)
+
+    # State.
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not (self._fp8.scales or self.fp8_state):  # the state dict is then torch.nn's
+            del destination[f"{prefix}{scales.EXTRA_STATE}"]
+
+
+def _unpacked(
+    input: QuantizedTensor, region: scales.Region | None
+) -> tuple[QuantizedTensor | None, Tensor]:
+    """An input as a matrix in 8 bits, or None where it must be quantised again; and as a tensor.
+
+    The tensor has no values where the matrix is used.
+    """
+    if region is None or not fits(input, region.recipe):
+        return None, input.dequantize()
+    return as_matrix(input), input.without_values()
