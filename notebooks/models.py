@@ -47,7 +47,7 @@ from models_steps import NUM_WARM, Settings, Subject, compile_in_processes, meas
 from tqdm import tqdm
 
 from cupynorm.command_line import Appended, positive, several
-from cupynorm.gpu.environment import environment
+from cupynorm.gpu.nvrtc import environment
 
 BLOCKS = {False: "steps", True: "whole"}  # the markers in the document, without and with --whole
 

@@ -30,7 +30,7 @@ unsigned active_mask();
 long long clock();
 void trap();
 
-// What cluster.cuh calls where the GPU has barrier.cluster and mapa.
+// What threads.cuh calls where the GPU has barrier.cluster and mapa.
 unsigned cluster_rank();
 unsigned cluster_size();
 void cluster_arrive();

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..command_line import Appended, Commands, finite, number, positive, several
 from ..dtypes import DTYPES
-from ..gpu import environment, on_cpu
+from ..gpu import nvrtc, on_cpu
 from ..norm.plans import plan
 from ..plan import dispatch
 from ..plan.devices import Device
@@ -199,7 +199,7 @@ def _arrays_of(
 
 def describe(where: kernels.Machine) -> str:
     """The GPU, the libraries, and where the kernels run."""
-    machine = environment.environment()
+    machine = nvrtc.environment()
     named = {"cupy": "CuPy", "cuda_runtime": "CUDA runtime", "nvrtc": "NVRTC", "torch": "torch"}
     libraries = [
         f"{label} {machine[name]}" if machine[name] else f"no {label}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
-from ..gpu import arrays, environment, launch
+from ..gpu import arrays, launch, nvrtc
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import Plan, make_plan
 from ..plan.problem import (
@@ -170,7 +170,7 @@ def device_of(device: str | Device | None) -> Device:
     if isinstance(device, Device):
         return device
     if device is None:
-        if environment.has_gpu():
+        if nvrtc.has_gpu():
             return launch.current_device()
         warnings.warn(
             f"no GPU was found: planned for an {WITHOUT_GPU}; device= names another", stacklevel=3

@@ -27,7 +27,7 @@ def for_few_rows(
 ) -> Tile:
     """The tile, or one that computes the same bits of few rows sooner.
 
-    It has more lanes a row, because PackSums (sums.cuh) adds in the same order for
+    It has more lanes a row, because PackSums (reduce.cuh) adds in the same order for
     any number of lanes. It has more rows a block, because many small blocks take longer to start.
     It loads weight and bias with the row. Rows are few if all are resident at once, in at most 32
     warps of each multiprocessor.

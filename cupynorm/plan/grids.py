@@ -65,7 +65,7 @@ _SHARE_OF_FIRST, _ROWS_OF_LATER, _FEWEST_ROWS_OF_FIRST = 0.9, 2, 4
 def fetches_ahead(problem: Problem, tile: Tile) -> bool:
     """Whether a block that finds the scales of a row in registers prefetches the next row.
 
-    It mirrors fetches_ahead in cuda_src/fp8/quantized_write.cuh.
+    It mirrors fetches_ahead in cuda_src/fp8/quantize_store.cuh.
     """
     plain = not problem.extras & {"residual", "input", "wide"}
     registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8

@@ -33,7 +33,7 @@ class Launch:
     launch). The kernel itself waits for the end.
     cluster_size: blocks that share a row.
     num_first, rows_of_first: forward, the first num_first blocks take rows_of_first rows each, and
-    the others share the rest (cuda_src/tile/tile.cuh).
+    the others share the rest (cuda_src/statistics/tile.cuh).
     num_row_blocks: of backward_few.cu, the blocks that have rows. The others have columns.
     """
 

@@ -1,5 +1,5 @@
 """Problem, all that decides a kernel, and Tile, its compile-time integers.
-Pure Python, no GPU needed. cuda_src/tile/tile.cuh has the same Tile.
+Pure Python, no GPU needed. cuda_src/statistics/tile.cuh has the same Tile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 from ..dtypes import DTYPES, ELEMENTS
 from .functors import Fused
 
-# How a row travels between its uses (Path in cuda_src/tile/tile.cuh), by strategy.
+# How a row travels between its uses (Path in cuda_src/statistics/tile.cuh), by strategy.
 PATHS_OF_STRATEGY = {
     "warp": ("registers", "bundle"),
     "block": ("registers", "smem", "ring"),
@@ -25,7 +25,7 @@ PATHS = get_args(PathName)
 
 @dataclass(frozen=True)
 class Tile:
-    """The compile-time integers of one kernel, as in cuda_src/tile/tile.cuh.
+    """The compile-time integers of one kernel, as in cuda_src/statistics/tile.cuh.
 
     Examples:
         >>> tile = cupynorm.Tile(pack_size=8, threads_per_row=32, packs_per_thread=4)
@@ -329,7 +329,7 @@ def ceil_div(value: int, step: int) -> int:
 
 
 def cols_of_slice(problem: Problem, tile: Tile) -> int:
-    """The most columns of a block of a cluster, as slice() in register_cols.cuh divides them."""
+    """The most columns of a block of a cluster, as slice() in tile.cuh divides them."""
     step = 8 if tile.cluster_size > 1 else 1
     packs = ceil_div(problem.num_cols, tile.pack_size)
     return ceil_div(packs, tile.cluster_size * step) * step * tile.pack_size

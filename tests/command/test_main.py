@@ -16,7 +16,7 @@ from cupynorm.check.activations import shipped
 from cupynorm.check.cases import DIRECTIONS, NORMS
 from cupynorm.check.command import grid_shapes, plan_of, random_entries
 from cupynorm.dtypes import DTYPES
-from cupynorm.gpu import environment, on_cpu
+from cupynorm.gpu import nvrtc, on_cpu
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.strategies import STRATEGIES
 
@@ -171,7 +171,7 @@ def test_without_a_compiler(refused, monkeypatch, tmp_path):
 
 
 def test_without_a_gpu(refused, monkeypatch, tmp_path):
-    if environment.has_gpu():
+    if nvrtc.has_gpu():
         pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
     assert "finds no GPU" in refused("--on", "gpu")

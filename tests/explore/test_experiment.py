@@ -12,9 +12,9 @@ from nvrtc_here import needs_nvrtc
 import cupynorm
 from cupynorm.check import kernels
 from cupynorm.explore.changes import changed_sources
-from cupynorm.gpu import environment, nvrtc
+from cupynorm.gpu import nvrtc
+from cupynorm.gpu.nvrtc import source_files
 from cupynorm.gpu.on_cpu import NoCompilerError
-from cupynorm.gpu.source_files import source_files
 
 TWO_PASS = "centered_values[at] = values[at] - first;"
 NO_MEAN = {"statistics.cuh": [(TWO_PASS, "centered_values[at] = values[at];")]}
@@ -183,7 +183,7 @@ def test_an_input_of_ones_own():
         pytest.param(
             {"on": "gpu"},
             "on is 'gpu', but CuPy finds no GPU",
-            marks=pytest.mark.skipif(environment.has_gpu(), reason="there is a GPU"),
+            marks=pytest.mark.skipif(nvrtc.has_gpu(), reason="there is a GPU"),
         ),
     ],
 )

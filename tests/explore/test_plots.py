@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from cupynorm.bench.style import GUIDE, look
+from cupynorm.explore.sources import piece
+from cupynorm.svg import COLORS
 
 import cupynorm
 from cupynorm.bench.report import read
 from cupynorm.explore import plots
-from cupynorm.explore.sources import piece
-from cupynorm.gpu.source_files import cuda_src
-from cupynorm.svg import COLORS
+from cupynorm.gpu.nvrtc import cuda_src
 
 H200 = Path(__file__).parents[2] / "notebooks" / "h200.json"
 XS, YS = (1.0, 2.0, 4.0), (1.0, 4.0, 16.0)

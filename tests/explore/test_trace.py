@@ -11,7 +11,7 @@ import cupynorm
 from cupynorm.explore.recording import EVENT
 from cupynorm.explore.requests import requests_of, sectors_of, turns_of
 from cupynorm.explore.trace import Trace
-from cupynorm.gpu.source_files import cuda_src
+from cupynorm.gpu.nvrtc import cuda_src
 
 # One for each strategy and path: keywords of trace().
 FORWARD = {
@@ -218,7 +218,7 @@ def test_a_tile_may_be_a_dict():
 def test_changed_sources_are_traced():
     """Lanes that take neighbouring packs each, not in turn, need twice the sectors."""
     far_apart = {
-        "register_cols.cuh": [
+        "tile.cuh": [
             ("(pack * tile.threads_per_row + thread)", "(thread * tile.packs_per_thread + pack)")
         ],
         "register_row.cuh": [

@@ -292,7 +292,7 @@ def test_each_strategy_has_two_files_with_one_kernel_each():
             assert launch.kernel.source == f"{direction}_{name}.cu"
             assert launch.kernel.name_expression.startswith(f"{direction}_{name}<")
     declared = re.search(
-        r"enum class Statistics \{ (.*) \}", (CUDA_SRC / "tile" / "tile.cuh").read_text()
+        r"enum class Statistics \{ (.*) \}", (CUDA_SRC / "statistics" / "tile.cuh").read_text()
     )[1]
     assert tuple(declared.split(", ")) == STATISTICS
 
