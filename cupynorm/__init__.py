@@ -44,21 +44,21 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .nn.scales import fp8_checkpoint_contexts as fp8_checkpoint_contexts
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
-    from .norm.plans import plan as plan
     from .norm.quantized import QuantizedTensor as QuantizedTensor
     from .norm.request import Backward as Backward
     from .norm.request import Forward as Forward
     from .norm.request import FusedBackward as FusedBackward
     from .norm.request import Launch as Launch
     from .norm.request import Quantize as Quantize
-    from .norm.tiles import use_tiles as use_tiles
     from .parallel.module import LayerNormLinear as LayerNormLinear
     from .plan.devices import DEVICES as DEVICES
     from .plan.devices import Device as Device
     from .plan.dispatch import Plan as Plan
-    from .plan.functors import Functor as Functor
-    from .plan.functors import FunctorError as FunctorError
-    from .plan.functors import functor as functor
+    from .plan.functor_text import Functor as Functor
+    from .plan.functor_text import FunctorError as FunctorError
+    from .plan.functor_text import functor as functor
+    from .plan.plans import plan as plan
+    from .plan.plans import use_tiles as use_tiles
     from .plan.problem import Tile as Tile
     from .plan.strategies import STRATEGIES as STRATEGIES
 
@@ -73,12 +73,11 @@ _WITHOUT_TORCH = {
     "functional": "layer_norm rms_norm layer_norm_forward rms_norm_forward"
     " layer_norm_backward rms_norm_backward",
     "norm.request": "Forward Backward FusedBackward Quantize Launch",
-    "norm.plans": "plan",
     "norm.quantized": "QuantizedTensor",
-    "norm.tiles": "use_tiles",
     "plan.devices": "DEVICES Device",
     "plan.dispatch": "Plan",
-    "plan.functors": "functor Functor FunctorError",
+    "plan.functor_text": "functor Functor FunctorError",
+    "plan.plans": "plan use_tiles",
     "plan.problem": "Tile",
     "plan.strategies": "STRATEGIES",
     "check.check": "check",

@@ -16,7 +16,7 @@ from .bench import bench_command
 from .check import command as check_command
 from .gpu import launch, on_cpu
 from .gpu.nvrtc import MissingLibraryError, has_gpu
-from .norm import plan_command
+from .plan import plans
 from .plan.devices import Device
 from .table import printable
 
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"cupynorm {__version__}")
     commands = top.add_subparsers(dest="command", metavar=f"{{{','.join(COMMANDS)}}}")
     check_command.add_to(commands)
-    plan_command.add_to(commands, current_device)
+    plans.add_to(commands, current_device)
     bench_command.add_to(commands)
     return top
 

@@ -35,7 +35,7 @@ from .norm.request import (
     checked_launch,
     is_plain,
 )
-from .plan.functors import Fuse
+from .plan.functor_text import Fuse
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

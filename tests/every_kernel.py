@@ -41,7 +41,7 @@ from cupynorm.check.results import CheckResult, Finding, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import nvrtc
-from cupynorm.norm.plans import plan
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Tile
 from cupynorm.plan.strategies import STRATEGIES
 

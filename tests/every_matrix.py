@@ -14,7 +14,7 @@ from cupynorm.check.results import Finding, judge
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.quantized import QuantizeOptions, quantize_call, reduce_matrix_call
-from cupynorm.plan.matrices import update_scales_launch
+from cupynorm.plan.grids import update_scales_launch
 
 
 class Matrix(NamedTuple):

@@ -25,7 +25,7 @@ import torch
 from ..gpu import launch, nvrtc
 from ..gpu.nvrtc import environment, has_gpu
 from ..nn import modules
-from ..norm.plans import plan
+from ..plan.plans import plan
 from .cells import COPY, EPS, OURS, Cell, LinearCell, cells
 from .peers import (
     PEERS,

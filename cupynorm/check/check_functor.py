@@ -27,7 +27,7 @@ from ..norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors, summed
 from ..norm.checks import check_eps
 from ..norm.request import Launch, of_backward
 from ..plan.dispatch import Plan
-from ..plan.functors import ROLES, BoundFunctor, Functor
+from ..plan.functor_text import ROLES, BoundFunctor, Functor
 from ..plan.problem import NormName
 from . import kernels
 from .bounds import Expected, expect, half_ulp

@@ -15,10 +15,10 @@ from .. import __version__
 from ..command_line import Appended, Commands, finite, number, positive, several
 from ..dtypes import DTYPES
 from ..gpu import nvrtc, on_cpu
-from ..norm.plans import plan
 from ..plan import dispatch
 from ..plan.devices import Device
 from ..plan.dispatch import Plan
+from ..plan.plans import plan
 from ..plan.strategies import STRATEGIES
 from ..table import as_text
 from . import activations, check, kernels

@@ -25,11 +25,11 @@ from ..dtypes import decode, encode
 from ..gpu import nvrtc
 from ..gpu.nvrtc import source_files
 from ..gpu.on_cpu import OnCpuError
-from ..norm.plans import full_name, plan
 from ..norm.request import tile_of
 from ..plan.devices import DEVICES
 from ..plan.dispatch import Plan
 from ..plan.instances import Launch
+from ..plan.plans import full_name, plan
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import StatisticsName, StrategyName
 from ..table import as_html, as_text

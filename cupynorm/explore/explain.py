@@ -11,10 +11,10 @@ from ..check.cases import NORMS
 from ..dtypes import DTYPES, ELEMENTS
 from ..gpu import nvrtc, on_cpu
 from ..gpu.nvrtc import cuda_src
-from ..norm.plans import device_of, full_name, plan
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, widest
 from ..plan.instances import Launch
+from ..plan.plans import device_of, full_name, plan
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import STRATEGIES, StatisticsName, StrategyName
 from ..table import as_html, as_text

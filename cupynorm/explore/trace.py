@@ -20,11 +20,11 @@ from ..check.kernels import CpuMachine
 from ..check.run import run_kernels
 from ..gpu import on_cpu
 from ..norm.checks import names_what_was_removed
-from ..norm.plans import full_name, plan
 from ..norm.request import tile_of
 from ..plan.devices import Device
 from ..plan.dispatch import Plan
 from ..plan.instances import Launch
+from ..plan.plans import full_name, plan
 from ..plan.problem import Direction, NormName, Tile
 from ..plan.strategies import StatisticsName, StrategyName
 from ..table import as_html, as_text
@@ -50,7 +50,7 @@ assert EVENT.itemsize == on_cpu.EVENT_BYTES
 KINDS = ("read", "write", "bulk_load", "send", "wait", "go_on", "arrive", "finish")
 SPACES = ("none", "global", "shared")
 WHATS = ("none", "warp", "block", "cluster", "mbarrier")
-CALLS = ("syncwarp", "shfl", "shfl_up", "shfl_down", "shfl_xor", "ballot")
+CALLS = ("syncwarp", "shfl", "shfl_xor", "ballot")
 SECTOR_BYTES, NUM_BANKS = 32, 32
 _ALIGNMENT = 256  # of what GPUs allocate
 _ACCESSES = [KINDS.index(kind) for kind in ("read", "write", "bulk_load", "send")]

@@ -111,6 +111,20 @@ def extent(view: View) -> tuple[int, int]:
     return low, high + itemsize
 
 
+class NumPyLibrary:
+    """NumPy arrays: what a call on the host is found and checked by."""
+
+    @staticmethod
+    def layout_key(array: Any) -> tuple | None:
+        """As CuPyLibrary's. The class counts: an array of another library has other classes."""
+        return None if array is None else (array.__class__, array.dtype, array.shape, array.strides)
+
+    @staticmethod
+    def view(array: Any) -> View:
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        return View(array.ctypes.data, array.shape, strides, array.dtype.name, None)
+
+
 class CuPyLibrary:
     """CuPy arrays on one device: CuPy's memory pool, CuPy's current stream.
 
@@ -175,14 +189,14 @@ class TorchLibrary:
         if tensor is None:
             return None
         # The class counts: check_addresses runs once for a key, and a subclass may have no address.
-        # get_device() is -1 for all but CUDA tensors: calls on those are not kept by key.
+        # Other devices than CUDA have no index, and may have no memory.
         return (
             tensor.__class__,
             tensor.dtype,
             tensor.shape,
             tensor.is_contiguous() or tensor.stride(),
             tensor.data_ptr() & 15,
-            tensor.get_device(),
+            tensor.get_device() if tensor.is_cuda else (tensor.device.type, not tensor.data_ptr()),
             tensor.is_neg() or tensor._is_zerotensor(),  # is_lazy, in less time
         )
 
@@ -343,9 +357,6 @@ def mark_written(array: Any) -> None:
 
 def view(array: Any) -> View:
     """The View of an array of any of the three libraries."""
-    if isinstance(array, np.ndarray):
-        strides = tuple(stride // array.itemsize for stride in array.strides)
-        return View(array.ctypes.data, array.shape, strides, array.dtype.name, None)
     return library(array).view(array)
 
 
@@ -356,9 +367,11 @@ def address(array: Any) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
-def library(array: Any) -> type[CuPyLibrary] | type[TorchLibrary]:
-    """The class that allocates results and provides the stream for a GPU array."""
-    return TorchLibrary if is_torch(array) else CuPyLibrary
+def library(array: Any) -> type[CuPyLibrary] | type[TorchLibrary] | type[NumPyLibrary]:
+    """The class that says layouts; for a GPU array also allocates results and has the stream."""
+    if is_torch(array):
+        return TorchLibrary
+    return NumPyLibrary if isinstance(array, np.ndarray) else CuPyLibrary
 
 
 def dtype_name(array: Any) -> str:
@@ -379,7 +392,7 @@ def to_float64(array: Any) -> np.ndarray:
         # After numpy() torch could not resize the tensor, as fully_shard does with weights.
         return np.from_dlpack(in_memory(array.detach().cpu().double()))
     array = array.get() if is_cupy(array) else array
-    if array.dtype.name == "bfloat16":
+    if array.dtype.kind == "V":  # bfloat16; its name takes longer
         return decode(np.ascontiguousarray(array).view(np.uint16), "bfloat16")
     return array.astype(np.float64)
 

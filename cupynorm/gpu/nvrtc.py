@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan.functors import FunctorError
+from ..plan.functor_text import FunctorError
 from ..plan.instances import Kernel
 
 # The package is not on PyPI, where anybody may take its name.

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ..plan.functors import FunctorError
+from ..plan.functor_text import FunctorError
 from ..plan.instances import Kernel
 from . import nvrtc
 from .nvrtc import cache_folder, cuda_src, include_options, is_private, locked

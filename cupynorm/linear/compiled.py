@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..gpu import launch
-from ..nn import modes, wrapped
-from ..nn.dtypes import arithmetic, name_of
+from ..nn import by_torch, modes
+from ..nn.modes import arithmetic, name_of
 from ..norm.request import margin_of
 from ..plan import product_plan
 from . import one_kernel, products
@@ -28,7 +28,7 @@ def takes(operands: Operands, options: LinearOptions) -> bool:
         return False
     if not x.is_cuda or not options.has_norm or options.fused not in (None, "kernel"):
         return False
-    if options.return_normalized or options.save_normalized or wrapped.is_any_dtensor(x, *weights):
+    if options.return_normalized or options.save_normalized or by_torch.is_any_dtensor(x, *weights):
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import modes, private, quantization, scales
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..nn.quantization import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
@@ -297,9 +297,7 @@ class Fp8State:
                 used = scales.UsedScales(self.scales[name], recipe, region.group)
                 region.used[self.slot, at] = used
 
-    def record(
-        self, region: scales.Region, normalized: Tensor, weights: Sequence[Tensor]
-    ) -> None:
+    def record(self, region: scales.Region, normalized: Tensor, weights: Sequence[Tensor]) -> None:
         """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
         recipe = region.calibration
         quantizers = self.quantizers(recipe, normalized.device, keeps_amaxes=True)

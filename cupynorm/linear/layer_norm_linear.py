@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..gpu.arrays import type_in_words
-from ..nn import autograd, by_torch, dtypes, modes, wrapped
-from ..nn.dtypes import name_of, product_dtype
+from ..nn import autograd, by_torch, modes
+from ..nn.modes import name_of, product_dtype
 from ..norm.quantized import QuantizedTensor
 from .fp8_products import quantizers_of_backward
 from .operands import (
@@ -195,7 +195,7 @@ def normalize_and_project(
         in_8_bits = weight, given
         y, normalized, added = _apply(products, sink, in_8_bits, len(operands.weights), *tensors)
     else:
-        with dtypes.outside_autocast(operands.input):
+        with modes.outside_autocast(operands.input):
             y, normalized, added, _ = sharding.forward(
                 products, operands, weight, given, recorded=False
             )
@@ -209,12 +209,12 @@ def check_call(operands: Operands, options: LinearOptions) -> None:
     if _is_compiling() or modes.is_jit_traced():
         return  # torch's operations check shapes, and the tracer warns of each look at one
     if not fits(operands):
-        check(operands, is_cast=dtypes.in_autocast(operands.input))
+        check(operands, is_cast=modes.in_autocast(operands.input))
 
 
 def _of_nested(products: Products, operands: Operands, sink, weight) -> tuple:
     """Of a jagged input: its rows are one dense tensor."""
-    packing = wrapped.Packing(operands.input, 1)
+    packing = by_torch.Packing(operands.input, 1)
     packed = {"input": packing.values(operands.input, "input")}
     if operands.residual is not None:
         packed["residual"] = packing.values(operands.residual, "residual")
@@ -266,9 +266,9 @@ def _by_torch(
 
 def _product_by_torch(normalized: Tensor, operands: Operands, options: LinearOptions) -> Tensor:
     parts = operands.weights, operands.biases
-    if wrapped.is_any_dtensor(normalized):
-        parts = ([wrapped.on_every_rank(each, normalized) for each in part] for part in parts)
-    elif wrapped.is_any_dtensor(*operands.weights, *operands.biases):
+    if by_torch.is_any_dtensor(normalized):
+        parts = ([by_torch.on_every_rank(each, normalized) for each in part] for part in parts)
+    elif by_torch.is_any_dtensor(*operands.weights, *operands.biases):
         raise TypeError(
             "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
         )
@@ -291,7 +291,7 @@ class Projected(torch.autograd.Function):
     @staticmethod
     def forward(ctx, products, sink, in_8_bits, num_weights, *tensors):
         operands = Operands.split(tensors, num_weights)
-        with dtypes.outside_autocast(operands.input):
+        with modes.outside_autocast(operands.input):
             y, normalized, added, saved = products.sharding.forward(
                 products, operands, *in_8_bits, recorded=True
             )
@@ -347,7 +347,7 @@ def _gradients(ctx: Any, incoming: Incoming) -> tuple[Tensor | None, ...]:
         products = Products(
             products.options, products.sharding, quantizers, fp8_grad=products.fp8_grad
         )
-    with dtypes.outside_autocast(saved.x):  # backward() may be called inside of it
+    with modes.outside_autocast(saved.x):  # backward() may be called inside of it
         wanted, sink = asked_for(ctx, ctx.needs_input_grad[4:], ctx.sink)
         return products.sharding.backward(products, saved, parts, incoming, wanted, sink)
 
@@ -372,7 +372,7 @@ def _differentiable(ctx: Any, incoming: Incoming) -> list[Tensor | None]:
         weight, bias = concatenate(weights, options.dtype), concatenate(biases, options.dtype)
         return functional.linear(normalized, weight, bias), normalized
 
-    with dtypes.outside_autocast(saved.x):
+    with modes.outside_autocast(saved.x):
         tensors = (saved.x, saved.norm_weight, saved.norm_bias, *weights, *biases)
         dx, *others = by_torch.pull_back(run, (dy, dnormalized), tensors)
     dx = dsum if dx is None else dx if dsum is None else dx + dsum

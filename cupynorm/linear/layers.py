@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..gpu import arrays
-from ..nn import modes, scales, wrapped
-from ..nn.dtypes import outside_autocast, product_dtype
+from ..nn import by_torch, modes, scales
+from ..nn.modes import outside_autocast, product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
 from . import parameters
@@ -149,7 +149,7 @@ class LinearLayer(torch.nn.Module):
                 raise NotImplementedError(
                     "fp8_output is True and input is nested; expected fp8_output=False"
                 )
-            packing = wrapped.Packing(operands.input, 1)
+            packing = by_torch.Packing(operands.input, 1)
             operands = operands._replace(input=packing.values(operands.input, "input"))
             results = self._project_in_fp8(
                 operands, region, is_first_microbatch, False, fp8_grad, quantized=quantized
@@ -196,7 +196,7 @@ class LinearLayer(torch.nn.Module):
                 "input is of dtype float64 inside fp8_autocast; "
                 "expected float16, bfloat16 or float32"
             )
-        if wrapped.is_any_dtensor(*operands.all()):
+        if by_torch.is_any_dtensor(*operands.all()):
             raise NotImplementedError(
                 "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
@@ -214,7 +214,7 @@ class LinearLayer(torch.nn.Module):
         _refuse_transforms(operands)
         scales.check_is_no_replica(self)
         if operands.input.is_nested:
-            values = wrapped.Packing(operands.input, 1).values(operands.input, "input")
+            values = by_torch.Packing(operands.input, 1).values(operands.input, "input")
             operands = operands._replace(input=values)
         check_call(operands, self.linear_options(product_dtype(operands.input)))
         with torch.no_grad(), outside_autocast(operands.input):

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..norm.calls import FOR_Y
 from ..norm.request import margin_of
 from ..plan import product_plan

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dtypes import DTYPES
 from ..gpu import arrays
 from ..nn import quantization
-from ..nn.dtypes import name_of, outside_autocast
+from ..nn.modes import name_of, outside_autocast
 from ..norm import checks, quantized
 from ..norm.request import Array, Launch
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from ..gpu import arrays
 from ..nn import quantization
-from ..nn.dtypes import name_of
+from ..nn.modes import name_of
 from ..nn.quantization import Factor, multiply
 from ..nn.recipes import BLOCK_SIZE
 from ..norm import calls

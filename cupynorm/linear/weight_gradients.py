@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..nn import modes, private
-from ..nn.dtypes import outside_autocast
+from ..nn.modes import outside_autocast
 from ..nn.quantization import wide_product
 from .operands import split_like, sum_rows
 

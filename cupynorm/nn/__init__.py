@@ -1,13 +1,11 @@
 """torch: autograd, modules, swapping the norms of a model, DTensors, fp8 recipes.
 
 autograd            a call of tensors: tells eager from traced and transformed, records it
-by_torch            what is traced or transformed, as torch operations
-modes, repeated     what torch does with a call; whether it is like the last one of its kind
-wrapped             nested tensors and DTensors as arguments
+by_torch            what is traced or transformed, as torch operations; nested tensors, DTensors
+modes               what torch does with a call; dtypes by name and under torch.autocast
 modules             LayerNorm and RMSNorm
 swap, probe         swap_norms, and how it finds out what a module computes
 recipes, scales     fp8_autocast, also in checkpoints, where scales come from and how they are kept
 quantization        matrices in 8 bits, and products of them
-dtypes              dtypes by name and under torch.autocast
 private             what this library uses of torch that is not public
 """

@@ -1,14 +1,13 @@
 """torch: layer_norm and rms_norm of tensors, on CUDA by the kernels, on the CPU by the reference.
 
 Eager calls of plain tensors are ours: `normalize` runs them, and `_Norm` and its siblings record
-them. by_torch.py computes all others, and the gradients of gradients. wrapped.py takes nested
-tensors and DTensors apart.
+them. by_torch.py computes all others, and the gradients of gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from ..norm import calls
 from ..norm.calls import DIFFERENTIABLE, FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.checks import check_differentiable, check_forward, fields_of_forward
-from ..norm.prepared import repeated
+from ..norm.prepared import Prepared, keep, repeated
 from ..norm.request import (
     Backward,
     BackwardOperands,
@@ -25,13 +24,11 @@ from ..norm.request import (
     ForwardOptions,
     ForwardRequest,
     FusedBackward,
-    Launch,
     replaced,
 )
-from ..plan.functors import Fuse
-from . import by_torch, wrapped
-from .dtypes import arithmetic
+from . import by_torch
 from .modes import (
+    arithmetic,
     has_functorch_transforms,
     is_compiling,
     is_faked,
@@ -40,10 +37,10 @@ from .modes import (
     run_untraced,
     wants_gradient,
 )
-from .private import is_forward_mode
-from .repeated import remember
+from .private import TensorGuards, is_forward_mode
 
 # Called by these names in each call: an attribute of a module takes longer.
+_address = torch.Tensor.data_ptr
 _is_grad_enabled = torch.is_grad_enabled
 _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
 
@@ -65,47 +62,6 @@ def norm(
     return results if return_residual else results[0]
 
 
-def layer_norm(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """cupynorm.layer_norm for modules, with memory_efficient among the options."""
-    return _norm_of_module(True, normalized_shape, (input, weight, bias), eps, **options)
-
-
-def rms_norm(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
-    **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """cupynorm.rms_norm for modules, as layer_norm."""
-    return _norm_of_module(False, normalized_shape, (input, weight, None), eps, **options)
-
-
-def _norm_of_module(
-    centered: bool,
-    normalized_shape: Sequence[int],
-    tensors: tuple,
-    eps: float | None,
-    *,
-    residual: torch.Tensor | None = None,
-    return_residual: bool = False,
-    zero_centered_weight: bool = False,
-    round_x_hat: bool = False,
-    fuse: Fuse = (),
-    launch: Launch | None = None,
-    memory_efficient: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    options = (eps, zero_centered_weight, round_x_hat, None, None, fuse, launch, memory_efficient)
-    return norm(centered, normalized_shape, (*tensors, residual), options, return_residual)
-
-
 def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, input + residual), differentiable in input, weight, bias and residual.
 
@@ -113,8 +69,8 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
     out_dtype or out is given.
     """
     operands, options = original = request
-    if wrapped.is_any_nested(operands.input, operands.residual):
-        return wrapped.normalize_nested(request, normalize)
+    if by_torch.is_any_nested(operands.input, operands.residual):
+        return by_torch.normalize_nested(request, normalize)
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if getattr(operands.input, "is_cuda", False):
             options = replaced(options, out_dtype=arithmetic(operands.input))
@@ -128,8 +84,8 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
     input, weight, bias, residual, *_ = operands
     own = () if operands.functors is None else operands.functors.arrays()
     tensors = (input, weight, bias, residual)
-    if wrapped.is_any_dtensor(*tensors):
-        return wrapped.normalize_dtensors(request, normalize)
+    if by_torch.is_any_dtensor(*tensors):
+        return by_torch.normalize_dtensors(request, normalize)
     if by_torch.takes(*tensors, *own):
         return by_torch.normalize(request)
     outs = operands.out, operands.out_sum
@@ -138,7 +94,7 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
         check_differentiable(operands.functors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
     remember(repeated, _kind(*original), prepared, operands)
-    return _run(prepared, operands, recorded)
+    return _with_gradients(prepared, operands, prepared.run(operands))
 
 
 def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -160,47 +116,29 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
         return None
     if known is None or (results := known.run(operands)) is None:
         return None
-    prepared = known.prepared
-    if not prepared.records:
-        return results[0], results[3]
-    if prepared.is_plain:
-        return _recorded(prepared, operands, results)
-    return _recorded_with_options(prepared, operands, results)
+    return _with_gradients(known.prepared, operands, results)
 
 
-def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
-    """What normalize returns."""
-    results = prepared.run(operands)
-    if not recorded:
-        return results[0], results[3]
-    if prepared.is_plain:
-        return _recorded(prepared, operands, results)
-    return _recorded_with_options(prepared, operands, results)
-
-
-def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
-    """y and the sum of what a prepared forward has made, with their derivatives."""
+def _with_gradients(prepared: Any, operands: tuple, results: tuple) -> tuple:
+    """y and the sum of what a prepared forward has made, with their derivatives if it records."""
     y, mean, rstd, added = results
-    # Backward needs no row but the normalised one: the input, or the sum that is returned.
-    saved = added, mean, rstd, operands[1]
+    if not prepared.records:
+        return y, added
     tensors = prepared.read_differentiable(operands)
-    if prepared.makes_sum:
-        return _apply((prepared, saved, (y, added)), *tensors)
-    (y,) = _apply((prepared, saved, (y,)), *tensors)
-    return y, added
-
-
-def _recorded_with_options(prepared: Any, operands: tuple, results: tuple) -> tuple:
-    """y and the sum, as _recorded, of a call with any option."""
-    functors = operands[-1]
-    own = () if functors is None else functors.arrays()
-    outputs = _apply_with_options(
-        (prepared, operands, results), *prepared.read_differentiable(operands), *own
-    )
-    y, added = prepared.split_outputs(outputs)
-    if prepared.options.quantization is not None:
-        results[0].attach(partial(_PassingGradients.apply, y))
-        y = results[0]
+    if prepared.is_plain:
+        # Backward needs no row but the normalised one: the input, or the sum that is returned.
+        saved = added, mean, rstd, operands[1]
+        if prepared.makes_sum:
+            return _apply((prepared, saved, (y, added)), *tensors)
+        (y,) = _apply((prepared, saved, (y,)), *tensors)
+        return y, added
+    own = () if operands[-1] is None else operands[-1].arrays()
+    outputs = _apply_with_options((prepared, operands, results), *tensors, *own)
+    carrier, added = prepared.split_outputs(outputs)
+    if prepared.options.quantization is None:
+        y = carrier
+    else:
+        y.attach(partial(_PassingGradients.apply, carrier))
     return y, operands[0] if added is None else added
 
 
@@ -241,6 +179,49 @@ def forward_of_meta(request: ForwardRequest) -> tuple:
     leading = added.shape[: added.ndim - len(request.options.extents)]
     rstd = added.new_empty(leading, dtype=arithmetic(added))
     return y, rstd.clone() if request.options.centered else None, rstd, added
+
+
+# Calls like the last one of their kind. torch compares the layouts of all tensors in one call; a
+# key of them, as norm/calls.py makes it, takes six calls for each tensor.
+
+
+class Repeated:
+    """A prepared call, and the layouts that its tensors had last."""
+
+    __slots__ = ("_are_same", "_read", "_run", "prepared")
+
+    def __init__(self, prepared: Any, launches: Prepared, operands: tuple) -> None:
+        self.prepared = prepared
+        self._read, self._run = launches.read, launches.run_in_place
+        self._are_same = TensorGuards(
+            *self._read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+
+    def run(self, operands: tuple) -> tuple | None:
+        """What prepared.run returns; None, if the tensors that it reads are not like those of last
+        time.
+
+        Compared are classes, dtypes, shapes, strides, devices and requires_grad. Addresses must be
+        multiples of 16. A tensor that is given twice does not fit.
+        """
+        tensors = self._read(operands)
+        if not self._are_same(*tensors):
+            return None
+        addresses = tuple(map(_address, tensors))
+        if reduce(or_, addresses) & 15:
+            return None
+        return self._run(operands, tensors, addresses)
+
+
+def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
+    """Keeps a call that kernels compute as the last one of its kind, unless a tensor is copied or
+    not aligned to 16 bytes."""
+    launches = prepared if isinstance(prepared, Prepared) else getattr(prepared, "on_gpu", None)
+    if kind is None or launches is None or not launches.is_simple():
+        return
+    tensors = launches.read(operands)
+    if all(each is not None and not each.data_ptr() & 15 for each in tensors):
+        keep(calls, kind, Repeated(prepared, launches, operands))
 
 
 # Eager.

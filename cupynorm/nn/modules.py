@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Proxy
 
+from ..functional import layer_norm, rms_norm
 from ..gpu import arrays
 from ..norm.checks import bind_functors, extents_of, names_what_was_removed, refuse_keywords
 from ..norm.quantized import QuantizedTensor
@@ -23,11 +24,9 @@ from ..norm.request import (
     Quantization,
     checked_launch,
 )
-from ..plan.functors import BoundFunctor, Functors, Fuse
-from . import scales, wrapped
-from .autograd import layer_norm, normalize, rms_norm
-from .dtypes import name_of
-from .modes import is_recorded, is_transformed, learns_shapes, run_untraced
+from ..plan.functor_text import BoundFunctor, Functors, Fuse
+from . import autograd, by_torch, scales
+from .modes import is_recorded, is_transformed, learns_shapes, name_of, run_untraced
 from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
 from .scales import either
 
@@ -36,6 +35,7 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 torch.fx.wrap("_without_dropout")
 torch.fx.wrap("_as_recorded")
+torch.fx.wrap("_keeping_y")
 
 # Keywords beyond torch.nn's, with their defaults.
 EXTRAS = {
@@ -132,6 +132,13 @@ class Norm(torch.nn.Module):
         elif fp8_output:
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
+        if self.memory_efficient:
+            bias = self._parameter("bias") if self._centered else None
+            tensors = input, self._parameter("weight"), bias, residual
+            numerics = self.eps, self.zero_centered_gamma, self.round_x_hat
+            options = (*numerics, None, None, fuse, self.launch, True)
+            shape = self.normalized_shape
+            return _keeping_y(self._centered, shape, tensors, options, return_residual)
         norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
             norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
@@ -146,7 +153,6 @@ class Norm(torch.nn.Module):
             round_x_hat=self.round_x_hat,
             fuse=fuse,
             launch=self.launch,
-            memory_efficient=self.memory_efficient,
         )
 
     def __setstate__(self, state: dict) -> None:
@@ -223,7 +229,7 @@ class Norm(torch.nn.Module):
                 "torch.export or make_fx was asked to record a norm with fp8_output=True; expected "
                 "fp8_output=False"
             )
-        is_sharded = wrapped.is_any_dtensor(input)
+        is_sharded = by_torch.is_any_dtensor(input)
         if not (is_sharded or is_transformed()):
             arrays.check_addresses(input=input)  # before scales are moved to its device
         scales.check_checkpoint(region)
@@ -260,7 +266,7 @@ class Norm(torch.nn.Module):
             quantization=quantization,
             launch=self.launch,
         )
-        y, added = normalize(ForwardRequest(norm_operands, norm_options))
+        y, added = autograd.normalize(ForwardRequest(norm_operands, norm_options))
         if kept is not None:
             self._fp8_scales = kept
         if amax is not None:
@@ -420,6 +426,11 @@ def _as_recorded(fuse: Fuse, fp8_output: bool, unknown: Mapping[str, Any]) -> Fu
             "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
         )
     return fuse
+
+
+def _keeping_y(*arguments: Any) -> Any:
+    """The norm, of which autograd keeps y and not the normalised row."""
+    return autograd.norm(*arguments)
 
 
 def _check_order(**arguments: object) -> None:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import layer_norm, rms_norm
-from .dtypes import name_of
+from ..functional import layer_norm, rms_norm
+from .modes import name_of
 
 _Parameters = dict[str, Tensor]
 _LARGE = 2.0**20

@@ -23,7 +23,7 @@ from ..gpu import arrays
 from ..norm import quantized as matrix_kernels
 from ..norm.quantized import QuantizedTensor
 from . import private
-from .dtypes import arithmetic, name_of, outside_autocast
+from .modes import arithmetic, name_of, outside_autocast
 from .recipes import BLOCK_SIZE, LARGEST, LARGEST_FLOAT32
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

@@ -22,7 +22,7 @@ from ..gpu import arrays
 from ..gpu.arrays import Rows, View
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, make_plan
-from ..plan.functors import Functor, Functors, Fused, FusedPart, labels
+from ..plan.functor_text import Functor, Functors, Fused, FusedPart, labels
 from ..plan.instances import Launch
 from ..plan.problem import Layout, Problem
 from .checks import ALL_ROWS, pattern_of

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import arrays, nvrtc
-from ..plan.functors import BoundFunctor, Functor, Functors, check_chain
+from ..plan.functor_text import BoundFunctor, Functor, Functors, check_chain
 from .request import (
     GRADIENTS,
     Array,

@@ -14,7 +14,7 @@ import numpy as np
 from .. import reference
 from ..dtypes import compute_dtype, decode, encode
 from ..gpu import arrays, launch
-from ..plan.functors import BoundFunctor, Functor, FusedPart, struct_text
+from ..plan.functor_text import BoundFunctor, Functor, FusedPart, struct_text
 from ..reference.layer_norm import affine
 from .arguments import summed
 from .quantized import quantize_on_host

@@ -16,7 +16,7 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
 from ..plan.devices import Device
-from ..plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
+from ..plan.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from ..plan.problem import ceil_div, cols_of_scale
 from ..reference import fp8
 from ..table import pairs_as_html

@@ -18,10 +18,10 @@ import numpy as np
 
 from ..dtypes import DTYPES, EIGHT_BITS
 from ..gpu import arrays
-from ..plan.functors import Functors
+from ..plan.functor_text import Functors
+from ..plan.model import check_path
 from ..plan.problem import PATHS, Tile
 from ..plan.strategies import StatisticsName, StrategyName, check_choice
-from ..plan.tile_checks import check_path
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
 

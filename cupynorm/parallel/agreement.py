@@ -28,7 +28,7 @@ from torch import distributed
 
 from ..linear.operands import Operands
 from ..nn import modes, scales
-from ..nn.dtypes import product_dtype
+from ..nn.modes import product_dtype
 from ..nn.private import is_any_autocast_enabled
 from ..nn.recipes import DelayedScaling, Recipe
 

@@ -30,7 +30,7 @@ from ..linear.operands import (
 )
 from ..linear.products import ONE_RANK, OneRank
 from ..nn import modes, scales
-from ..nn.dtypes import SUPPORTED
+from ..nn.modes import SUPPORTED
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
 from . import agreement

@@ -29,7 +29,7 @@ from ..gpu import arrays
 from ..linear.operands import LinearOptions, Operands, as_rows, check_eps, join
 from ..linear.products import Incoming, Products, Result, Saved, norm_of_rows
 from ..linear.weight_gradients import WeightGradientSink
-from ..nn.dtypes import arithmetic, name_of
+from ..nn.modes import arithmetic, name_of
 from ..norm.quantized import QuantizedTensor
 from .ranks import Ranks
 

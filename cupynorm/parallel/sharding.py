@@ -8,7 +8,7 @@ from torch import Tensor
 from ..linear import products
 from ..linear.operands import LinearOptions, Operands
 from ..linear.products import OneRank, Pending
-from ..nn import modes, wrapped
+from ..nn import by_torch, modes
 from . import column, row
 from .ranks import Ranks
 
@@ -77,7 +77,7 @@ class Sharding(OneRank):
                 "torch.func or forward mode was asked to transform a layer with tp_size of 2 or "
                 "more; expected it outside of them"
             )
-        if wrapped.is_any_dtensor(*operands.all()):
+        if by_torch.is_any_dtensor(*operands.all()):
             raise NotImplementedError(
                 "a DTensor was given to a layer with tp_size of 2 or more; expected plain tensors, "
                 "to_local()"

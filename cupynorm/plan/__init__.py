@@ -2,9 +2,9 @@
 Pure Python: no GPU, no CuPy, no torch.
 
 given       problem (with Tile), devices
-the choice  dispatch makes it, from the table in strategies; paths derives a tile from what fits
-            (tile_model, abilities), measured has faster ones, tile_checks judges a caller's
-rows        grids and few_rows: what their number changes
-C++         instances and functors: names of kernels and structs
-others      matrices and *products: kernels that are no norm alone; candidates: for tune
+the choice  dispatch makes it, from the table in strategies; model derives a tile from what fits,
+            and judges a caller's; measured has faster ones, from one file a device
+rows        grids: what their number changes; kernels of whole matrices
+C++         instances and functor_text: names of kernels and structs
+others      *product*: kernels that are no norm alone; candidates: for tune
 """

@@ -13,20 +13,19 @@ from functools import lru_cache
 
 from ..dtypes import DTYPES, compute_dtype
 from ..table import as_text, pairs_as_html
-from .abilities import scales_at_once
 from .devices import Device
-from .few_rows import for_few_rows, in_one_launch
 from .grids import (
+    for_few_rows,
     grid_size,
+    in_one_launch,
     parameters_launch,
     shares_of_first,
 )
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
 from .measured import measured_tile, tile_in_use
+from .model import RESERVED_BYTES, check_path, check_tile, keeps_sums, scales_at_once, smem_bytes_of
 from .problem import Problem, Tile
 from .strategies import STRATEGIES, check_choice
-from .tile_checks import check_path, check_tile
-from .tile_model import RESERVED_BYTES, keeps_sums, smem_bytes_of
 
 
 @lru_cache(maxsize=4096)

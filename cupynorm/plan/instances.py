@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..dtypes import DTYPES, ELEMENTS
+from .model import keeps_sums
 from .problem import Problem, Tile
-from .tile_model import keeps_sums
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Launch:
     launch). The kernel itself waits for the end.
     cluster_size: blocks that share a row.
     num_first, rows_of_first: forward, the first num_first blocks take rows_of_first rows each, and
-    the others share the rest (cuda_src/statistics/tile.cuh).
+    the others share the rest (tile.cuh).
     num_row_blocks: of backward_few.cu, the blocks that have rows. The others have columns.
     """
 

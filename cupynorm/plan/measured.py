@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from ..dtypes import DTYPES
-from .abilities import can_bundle
 from .devices import DEVICES, Device
+from .model import can_bundle, check_tile, shaped
 from .problem import (
     DIRECTIONS,
     NORMS,
@@ -26,8 +26,6 @@ from .problem import (
     Problem,
     Tile,
 )
-from .tile_checks import check_tile
-from .tile_model import shaped
 
 # The data files and their devices. An H100 has the multiprocessors of an H200.
 FILES = {"h200.csv": ("H200", "H100")}

@@ -1,5 +1,5 @@
 """Problem, all that decides a kernel, and Tile, its compile-time integers.
-Pure Python, no GPU needed. cuda_src/statistics/tile.cuh has the same Tile.
+Pure Python, no GPU needed. tile.cuh has the same Tile.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from ..dtypes import DTYPES, ELEMENTS
-from .functors import Fused
+from .functor_text import Fused
 
-# How a row travels between its uses (Path in cuda_src/statistics/tile.cuh), by strategy.
+# How a row travels between its uses (Path in tile.cuh), by strategy.
 PATHS_OF_STRATEGY = {
     "warp": ("registers", "bundle"),
     "block": ("registers", "smem", "ring"),
@@ -25,7 +25,7 @@ PATHS = get_args(PathName)
 
 @dataclass(frozen=True)
 class Tile:
-    """The compile-time integers of one kernel, as in cuda_src/statistics/tile.cuh.
+    """The compile-time integers of one kernel, as in tile.cuh.
 
     Examples:
         >>> tile = cupynorm.Tile(pack_size=8, threads_per_row=32, packs_per_thread=4)
@@ -140,7 +140,7 @@ _FUSED += ("recomputed", "amax", "load", "store")
 Direction = Literal["forward", "backward"]
 NormName = Literal["layer_norm", "rms_norm"]
 DIRECTIONS, NORMS = get_args(Direction), get_args(NormName)
-# Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
+# Where the scales of an 8-bit y come from, as in scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "block64")
 
 

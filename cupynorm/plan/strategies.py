@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .abilities import streamed
 from .devices import Device
-from .paths import (
+from .model import (
     ENOUGH_BYTES,
     block_tile,
     bundle_tile,
@@ -20,6 +19,7 @@ from .paths import (
     lanes_tile,
     ring_tile,
     smem_tile,
+    streamed,
     uncached_tile,
 )
 from .problem import Problem, Tile
@@ -106,7 +106,7 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 def _is_slower_than_cluster(problem: Problem, device: Device, tile: Tile) -> bool:
     """Whether a ring in a cluster beats a ring, or registers, in one block."""
     is_for_ring = tile.path == "ring" or _ring_is_faster(problem, tile)
-    if not is_for_ring or _ring_in_block_is_faster(problem):
+    if not is_for_ring or (tile.path == "ring" and _ring_in_block_is_faster(problem)):
         return False
     return ring_tile(problem, device, _cluster_sizes(device)) is not None
 

@@ -25,10 +25,10 @@ import cupynorm
 
 # Page -> its title, and the modules (or the folders of modules) whose public names it has.
 _PAGES = {
-    "norms": ("Norms", ("norm", "gpu", "plan.functors")),
+    "norms": ("Norms", ("norm", "gpu", "plan.functor_text")),
     "linear": ("Norm and linear layer", ("linear", "parallel")),
     "torch": ("torch modules and recipes", ("nn",)),
-    "plans": ("Plans", ("plan", "norm.plans", "norm.tiles")),
+    "plans": ("Plans", ("plan",)),
     "check": ("Gradient check", ("check",)),
     "explore": ("Exploring kernels", ("explore",)),
 }

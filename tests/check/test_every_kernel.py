@@ -33,7 +33,7 @@ from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.run import run_kernels
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.matrices import reduce_matrix_launch
+from cupynorm.plan.grids import reduce_matrix_launch
 from cupynorm.plan.problem import SCALINGS
 from cupynorm.plan.strategies import STRATEGIES
 

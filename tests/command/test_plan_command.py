@@ -7,8 +7,7 @@ from cupynorm import __main__ as command
 from cupynorm.check.cases import DIRECTIONS
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import launch
-from cupynorm.norm import plans
-from cupynorm.plan import dispatch
+from cupynorm.plan import dispatch, plans
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.strategies import STRATEGIES
 

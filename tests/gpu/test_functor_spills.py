@@ -8,7 +8,7 @@ from cupynorm import functors
 from cupynorm.gpu.nvrtc import compile_for
 from cupynorm.plan import dispatch
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.functors import FunctorError, Fused, FusedPart, functor
+from cupynorm.plan.functor_text import FunctorError, Fused, FusedPart, functor
 from cupynorm.plan.problem import Layout, Problem
 
 pytest.importorskip("cupy")

@@ -7,7 +7,7 @@ import pytest
 
 from cupynorm import functional
 from cupynorm.gpu import launch
-from cupynorm.norm.plans import plan
+from cupynorm.plan.plans import plan
 
 
 def test_only_the_sum_over_partial_rows_overlaps_the_kernel_before():

@@ -14,8 +14,8 @@ from nvrtc_here import WHY_MISSING, needs_nvrtc
 
 from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import compile_for, cuda_src, source, source_files
-from cupynorm.norm.plans import plan
 from cupynorm.plan.instances import Kernel
+from cupynorm.plan.plans import plan
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -94,7 +94,7 @@ def test_a_changed_header_gives_another_cubin(folder):
 
 COMPILE = """
 import hashlib, sys
-from cupynorm.norm.plans import plan
+from cupynorm.plan.plans import plan
 from cupynorm.gpu.nvrtc import compile_for
 for line in sys.stdin:  # wait until both processes are up
     break

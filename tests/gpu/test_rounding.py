@@ -12,8 +12,8 @@ import pytest
 from nvrtc_here import needs_nvrtc
 
 from cupynorm.gpu import nvrtc
-from cupynorm.norm.plans import plan
 from cupynorm.plan.instances import Kernel
+from cupynorm.plan.plans import plan
 
 _REGISTERS = r"(%\w+), (%\w+), (%\w+)"
 

@@ -16,11 +16,11 @@ from nvrtc_here import needs_nvrtc
 import cupynorm
 from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import Resources, compile_for, cuda_src, source
-from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
 from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Kernel
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import SCALINGS, Layout, Problem, Tile
 
 # Tests of each architecture, so that pytest-xdist can share them out.

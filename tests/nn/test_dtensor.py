@@ -58,7 +58,7 @@ def test_neither_dtensors_nor_the_compiler_are_imported_for_plain_tensors():
         "cupynorm.rms_norm(torch.nn.Buffer(x.detach()), 8)\n"
         "cupynorm.LayerNormLinear(8, 8, device='cpu')(x).sum().backward()\n"
         "brought = set(sys.modules) - before\n"
-        "assert 'cupynorm.nn.wrapped' in brought, brought\n"
+        "assert 'cupynorm.nn.by_torch' in brought, brought\n"
         "slow = 'torch.distributed', 'torch._dynamo'\n"
         "assert not [name for name in brought if name.startswith(slow)], brought\n"
     )

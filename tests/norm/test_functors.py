@@ -9,7 +9,7 @@ import cupynorm
 from cupynorm import functors
 from cupynorm.gpu.arrays import View
 from cupynorm.norm.arguments import place
-from cupynorm.plan.functors import MOST
+from cupynorm.plan.functor_text import MOST
 
 
 def draw(*shape, dtype="float32"):

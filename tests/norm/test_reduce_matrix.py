@@ -7,7 +7,7 @@ import pytest
 
 from cupynorm.dtypes import DTYPES, compute_dtype
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.matrices import reduce_matrix_launch
+from cupynorm.plan.grids import reduce_matrix_launch
 
 torch = pytest.importorskip("torch")
 from float8_bytes import numpy, random  # noqa: E402

@@ -1,4 +1,4 @@
-"""abilities.py: rings, bundles and scales of blocks that a kernel can do."""
+"""model.py: rings, bundles and scales of blocks that a kernel can do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from tile_problems import A100, H200, QUANTIZED, RING, RTX_4090, RTX_5090, backward, forward
 
-from cupynorm.plan.abilities import can_bundle, can_ring, scales_at_once, streamed
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
+from cupynorm.plan.model import can_bundle, can_ring, scales_at_once, streamed
 from cupynorm.plan.problem import Layout, Problem, Tile
 
 STREAM = {"input": "bfloat16", "residual_dtype": "float32"}

@@ -9,10 +9,10 @@ import pytest
 from plan_problems import DIRECTIONS, GPUS, pack_limit, problem_of
 
 from cupynorm.dtypes import DTYPES
-from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose, make_plan
 from cupynorm.plan.grids import queued_bundles
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Layout, Tile, ceil_div
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from plan_problems import pack_limit
 
-from cupynorm.norm.plans import plan
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Layout, Tile
 
 

@@ -10,9 +10,9 @@ from plan_problems import problem_of
 
 import cupynorm
 from cupynorm.gpu import nvrtc
-from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose, widest
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import Layout, Tile
 
 TILES = {

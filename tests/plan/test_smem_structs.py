@@ -1,4 +1,4 @@
-"""tile_model.py: shared memory as in the structs of cuda_src.
+"""model.py: shared memory as in the structs of cuda_src.
 
 Nothing here needs a GPU. The sizes of the structs come from the C++ compiler.
 """
@@ -16,8 +16,8 @@ from tile_problems import QUANTIZED, RING, backward, forward
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.nvrtc import cuda_src
+from cupynorm.plan.model import reduce_bytes, smem_bytes_of
 from cupynorm.plan.problem import Problem, Tile
-from cupynorm.plan.tile_model import reduce_bytes, smem_bytes_of
 
 
 @dataclass(frozen=True)

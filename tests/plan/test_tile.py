@@ -9,9 +9,9 @@ from dataclasses import fields
 import pytest
 from plan_problems import CUDA_SRC, DIRECTIONS, TABLE, problem_of
 
-from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import make_plan
+from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import PATHS, PATHS_OF_STRATEGY, Tile
 
 
@@ -28,7 +28,7 @@ def test_tile_is_read_back_from_its_text():
 def test_cpp_of_a_tile_has_the_fields_of_tile_cuh_in_order():
     """C++ requires designated initialisers in declaration order. The defaults agree, too."""
     struct = re.search(
-        r"struct Tile \{(.*?)\n\n", (CUDA_SRC / "statistics" / "tile.cuh").read_text(), re.S
+        r"struct Tile \{(.*?)\n\n", next(CUDA_SRC.rglob("tile.cuh")).read_text(), re.S
     )[1]
     declared = re.findall(r"^\s*int (\w+)(?: = (\d+))?;", struct, re.M)
     *counts, path = fields(Tile)
@@ -43,7 +43,7 @@ def test_cpp_of_a_tile_has_the_fields_of_tile_cuh_in_order():
 
 def test_paths_are_those_of_tile_cuh():
     declared = re.search(
-        r"enum class Path \{(.*?)\n\};", (CUDA_SRC / "statistics" / "tile.cuh").read_text(), re.S
+        r"enum class Path \{(.*?)\n\};", next(CUDA_SRC.rglob("tile.cuh")).read_text(), re.S
     )[1]
     assert tuple(re.findall(r"^\s*(\w+),", declared, re.M)) == PATHS
     assert {path for paths in PATHS_OF_STRATEGY.values() for path in paths} == set(PATHS)

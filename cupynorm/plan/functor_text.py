@@ -2,7 +2,7 @@
 kernel. Pure Python, no GPU needed.
 
 The structs are templates of the compute type C and of the dtypes of the functor's arrays, so the
-text depends only on the user's lines. cuda_src/operands/functor.cuh says how kernels use them.
+text depends only on the user's lines. functor.cuh says how kernels use them.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def _text_of(lines: str | Path | None, name: str) -> str | None:
 class FusedPart:
     """A functor in the kernels of one problem.
 
-    dtypes, reaches: of its arrays; a reach is a value of Reach in cuda_src/operands/functor.cuh.
+    dtypes, reaches: of its arrays; a reach is a value of Reach in functor.cuh.
     gradients: backward, the dtype of each array's gradient as the kernel writes it, or None.
     """
 
