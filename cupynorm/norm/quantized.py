@@ -1,7 +1,7 @@
 """8 bits: what a norm returns, and matrices on a GPU with their scales, sums and magnitudes.
 
 Formats, scales and rounding are those of cupynorm.reference.fp8; the kernels write them by
-cuda_src/elements/float8.cuh and scales.cuh.
+cuda_src/fp8/float8.cuh and scales.cuh.
 """
 
 from __future__ import annotations
