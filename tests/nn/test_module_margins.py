@@ -46,6 +46,7 @@ def test_wrong_margins_are_refused(ours, theirs):
 def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
     """The rows fill an H200 many times over, so the margin decides the grid size."""
     monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
+    monkeypatch.setattr(arrays, "on_host", lambda array: False)
     monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
     monkeypatch.setattr(launch, "load", lambda each, index: each)
     monkeypatch.setattr(arrays, "on_host", lambda array: False)
@@ -76,7 +77,7 @@ def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
 def test_a_module_passes_on_its_launch(ours, theirs, memory_efficient, kernels, monkeypatch):
     launch = Launch(sm_margin=MARGINS)
     ours(8, launch=launch, memory_efficient=memory_efficient)(random_input(3, 8))
-    parts = [part for *_, rest in prepared.forwards for part in rest]
+    parts = [part for key in prepared.forwards for part in key]
     assert [part.launch for part in parts if hasattr(part, "launch")] == [launch]
 
 
