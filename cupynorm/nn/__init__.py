@@ -4,7 +4,7 @@ autograd            a call of tensors: tells eager from traced and transformed, 
 by_torch            what is traced or transformed, as torch operations; nested tensors, DTensors
 modes               what torch does with a call; dtypes by name and under torch.autocast
 modules             LayerNorm and RMSNorm
-swap, probe         swap_norms, and how it finds out what a module computes
+swap                swap_norms, and how it finds out what a module computes
 recipes, scales     fp8_autocast, also in checkpoints, where scales come from and how they are kept
 quantization        matrices in 8 bits, and products of them
 private             what this library uses of torch that is not public

@@ -275,7 +275,21 @@ def multiply(
         if a.block_rows is None:
             y = (a.data.float() @ b.data.float().t()) * (a.scale_inv * b.scale_inv)
         else:
-            y = _multiply_values(_values(a), _values(b), is_exact)
+            values, others = (
+                QuantizedTensor(
+                    each.data,
+                    each.scale_inv,
+                    torch.float32,
+                    block_rows=each.block_rows,
+                    block_cols=each.block_cols,
+                ).dequantize()
+                for each in (a, b)
+            )
+            if is_exact and values.is_cuda:
+                narrow = values.bfloat16(), others.bfloat16().t()
+                y = torch.mm(*narrow, out_dtype=torch.float32)
+            else:
+                y = values @ others.t()
     return (y if bias is None else y + bias).to(out_dtype)
 
 
@@ -304,19 +318,6 @@ def multiply_scaled(
     )
     y = y[:, :num_cols].contiguous()
     return y if bias is None or is_inside else (y + bias).to(out_dtype)
-
-
-def _values(a: Factor | QuantizedTensor) -> Tensor:
-    """In float32."""
-    blocks = {"block_rows": a.block_rows, "block_cols": a.block_cols}
-    return QuantizedTensor(a.data, a.scale_inv, torch.float32, **blocks).dequantize()
-
-
-def _multiply_values(a: Tensor, b: Tensor, is_exact: bool) -> Tensor:
-    """a b^T in float32."""
-    if is_exact and a.is_cuda:
-        return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
-    return a.float() @ b.float().t()
 
 
 def pad(data: Tensor, num_rows: int, num_cols: int) -> Tensor:
