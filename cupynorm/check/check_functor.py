@@ -78,7 +78,8 @@ def check_functor(
         function of (num_rows, num_cols) that returns an array of one of these shapes. A functor
         alone has full arrays, and "rows" where it takes one element per row. A seed that is None is
         random.
-    norm, eps, dtypes, launch, on: as in cupynorm.check. seed: of the random values.
+    norm, eps, dtypes, launch, on: as in cupynorm.check. zero_centered_weight: as in
+        cupynorm.check_function. seed: of the random values.
 
     Returns a CheckResult. Raises ValueError for a functor without a reference, numbers that are not
     bound and shapes that are too wide; TypeError for what is no functor.
