@@ -1,5 +1,7 @@
 """Kernels on the CPU: right results, and wrong ones where a barrier or a wait is missing."""
 
+import os
+import signal
 import threading
 
 import numpy as np
@@ -34,40 +36,28 @@ def test_same_seed_same_order():
     "argument, width", [(0, 32), (1, 32), (5, 8), (3, 4), (16, 32), (9, 8), (1, 2), (31, 32)]
 )
 def test_shuffles(argument, width):
-    y = np.full((7, 32), -1, np.int64)
+    y = np.full((3, 32), -1, np.int64)
     instance("warp_calls.cu", "shuffles").launch(1, 32, words(y, argument, width), seed=argument)
     lane = np.arange(32)
     first = lane // width * width
     last = first + width - 1
     assert np.array_equal(y[0], first + argument % width)
-    assert np.array_equal(y[1], np.where(lane - argument >= first, lane - argument, lane))
-    assert np.array_equal(y[2], np.where(lane + argument <= last, lane + argument, lane))
-    assert np.array_equal(y[3], np.where(lane ^ argument <= last, lane ^ argument, lane))
-    threes = sum(1 << each for each in range(0, 32, 3))
-    assert np.array_equal(y[4], np.where(lane < 8, threes & 0xFF, threes & ~0xFF))
-    assert np.array_equal(y[5], lane < 8)
-    assert np.array_equal(y[6], lane < 8)
+    assert np.array_equal(y[1], np.where(lane ^ argument <= last, lane ^ argument, lane))
+    assert np.array_equal(y[2], lane < 8)
 
 
 def test_arithmetic():
     x = np.exp(np.random.default_rng(0).standard_normal(32)).astype(np.float32)
-    y = np.full((12, 32), np.nan, np.float32)
+    y = np.full((9, 32), np.nan, np.float32)
     instance("arithmetic.cu", "arithmetic").launch(1, 32, words(x, y))
-    wide, lane = x.astype(np.float64), np.arange(32)
+    wide = x.astype(np.float64)
     assert np.array_equal(y[0], (1 / np.sqrt(wide)).astype(np.float32))
     assert np.array_equal(y[1], np.sqrt(x))
-    assert np.array_equal(y[2], 1 / x)
-    assert np.array_equal(y[3], np.float32(1) / (x * np.float32(3)))
-    assert np.array_equal(y[4], wide * wide - x * x) and y[4].any()
-    assert not y[5].any()
-    assert np.array_equal(y[6], x) and np.array_equal(y[7], x) and np.array_equal(y[8], -x)
-    assert np.array_equal(y[9], y[0])
-    bits = [
-        (each.bit_count(), 32 - each.bit_length(), (each & -each).bit_length())
-        for each in lane.tolist()
-    ]
-    assert np.array_equal(y[10], np.array(bits) @ [1, 100, 10000])
-    assert np.array_equal(y[11], x + x)
+    assert np.array_equal(y[2], np.float32(1) / (x * np.float32(3)))
+    assert np.array_equal(y[3], wide * wide - x * x) and y[3].any()
+    assert not y[4].any()
+    assert np.array_equal(y[5], x) and np.array_equal(y[6], x) and np.array_equal(y[7], -x)
+    assert np.array_equal(y[8], x + x)
 
 
 def test_struct_as_template_argument_and_atomics():
@@ -269,3 +259,26 @@ def test_two_threads_at_once():
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_child_that_was_forked_while_another_thread_ran_a_kernel():
+    kernel = instance("block_sum.cu", "block_sum<true>")
+    x, y = np.zeros((4096, 128), np.float32), np.zeros(4096, np.float32)
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            kernel.launch(4096, 128, words(x, y), smem_bytes=16)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)  # ends a child that hangs
+                os._exit(0 if block_sums(True, 0) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        thread.join()

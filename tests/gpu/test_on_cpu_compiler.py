@@ -1,5 +1,6 @@
 """Kernels on the CPU: sanitizers, the compiler and the cache of what it compiled."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,31 @@ def test_a_compiler_that_is_too_old(monkeypatch, tmp_path):
 def test_cxx_with_options(monkeypatch):
     monkeypatch.setenv("CXX", f"{on_cpu.compiler()} -DUNUSED")
     assert block_sums(True, 0)
+
+
+def program(path: Path, lines: str) -> None:
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+
+
+def test_cxx_that_starts_a_compiler(monkeypatch, tmp_path):
+    cxx = f"ccache {on_cpu.compiler()}"
+    program(tmp_path / "ccache", 'exec "$@"')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert on_cpu.compiler() == f"{tmp_path}/{cxx}"
+    assert block_sums(True, 0)
+    with pytest.raises(OnCpuError, match=rf"does not compile with \$CXX \({re.escape(cxx)}\):"):
+        instance("tile.cu", "tile_sizes<nonsense>")
+
+
+def test_a_message_that_is_not_utf_8(monkeypatch, tmp_path):
+    says = f'case "$*" in *-dM*) exec {on_cpu.compiler()} "$@";; esac'
+    program(tmp_path / "cxx", f"{says}\nprintf 'gr\\374n' >&2\nexit 1")
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    with pytest.raises(OnCpuError, match=r"\$CXX \(.*cxx\):\ngr\\xfcn"):
+        instance("tile.cu", "tile_sizes<float, Tile{1, 32}>")
 
 
 def test_a_kernel_that_does_not_compile():

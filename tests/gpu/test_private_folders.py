@@ -13,7 +13,7 @@ from on_cpu_calls import ROOT, instance
 
 from cupynorm.explore.changes import changed_sources
 from cupynorm.gpu import on_cpu
-from cupynorm.gpu.private_folder import cache_folder, folder_of_process, locked
+from cupynorm.gpu.nvrtc import cache_folder, folder_of_process, locked
 
 OTHER = 65534
 CHANGES = {"another.cuh": "constexpr int another = 1;\n"}
