@@ -62,9 +62,26 @@ class How(NamedTuple):
         return " ".join(map(str, parts))
 
 
-def run_8_bits(problem: Problem, how: How, where: Machine) -> tuple[dict[str, np.ndarray], Plan]:
+def run_8_bits(
+    problem: Problem,
+    how: How,
+    where: Machine,
+    make_tensors: Callable[[Machine], Tensors] = Tensors,
+) -> tuple[dict[str, np.ndarray], Plan]:
     """(outputs in their storage dtypes, what was launched)."""
-    case, tensors = problem.case, Tensors(where)
+    tensors, plan = launch_8_bits(problem, how, where, make_tensors)
+    return tensors.raw(), plan
+
+
+def launch_8_bits(
+    problem: Problem,
+    how: How,
+    where: Machine,
+    make_tensors: Callable[[Machine], Tensors] = Tensors,
+) -> tuple[Tensors, Plan]:
+    """As run_8_bits, without waiting for outputs."""
+    case = problem.case
+    tensors = make_tensors(where)
     leading = (case.num_rows,)
     shape, dtype = scale_memory(how.quantization, leading, case.num_cols)
     tensors.write("scale_inv", np.full(shape, 2**32 - 1, np.uint32).view(dtype))
@@ -74,7 +91,7 @@ def run_8_bits(problem: Problem, how: How, where: Machine) -> tuple[dict[str, np
         tensors.put("scale", np.full(1, how.given, np.float64), "float32")
     options = Launch(case.strategy, case.tile, case.statistics, case.sm_margin)
     plan = run_forward(problem, tensors, options, how.quantization, amax=how.amax)
-    return tensors.raw(), plan
+    return tensors, plan
 
 
 def run_quantized(
