@@ -186,6 +186,7 @@ def test_a_trace_prints_draws_and_is_pickled():
 
 def test_without_matplotlib_a_page_says_what_it_takes(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupynorm.explore.plots", None)
+    monkeypatch.delattr(cupynorm.explore, "plots", raising=False)
     html = traced(num_cols=64, num_rows=2)._repr_html_()
     assert "pip install matplotlib" in html and html.count("<table") == 1
 
