@@ -10,7 +10,7 @@ import io
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -20,9 +20,6 @@ from matplotlib.patches import Patch
 
 from ..bench.chart import COLORS, GUIDE, STYLE, draw_speeds, look
 from ..bench.report import BenchResult
-
-if TYPE_CHECKING:
-    from .trace import Trace
 
 Points = tuple[Sequence[float], Sequence[float]]  # xs, ys
 _FONT, _ELSE = "DejaVu Sans", "sans-serif"
@@ -244,7 +241,7 @@ def _bare(height: float, title: str) -> tuple[Plot, Any]:
     return figure, axes
 
 
-def owners(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
+def owners(trace: Any, tensor: str = "x", launch: int = 0) -> Plot:
     """Which warp and lane touches which columns of a tensor's first rows.
 
     A colour is a warp, counted over all blocks; the first lane is the darkest. Grey is copied
@@ -277,7 +274,7 @@ def owners(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
     return figure
 
 
-def lanes(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
+def lanes(trace: Any, tensor: str = "x", launch: int = 0) -> Plot:
     """The first request of warp 0 to a tensor: the lanes above, the sectors that serve them below.
 
     A warp that asks for 512 neighbouring bytes gets them in 16 sectors. Lanes that ask for bytes
@@ -305,7 +302,7 @@ def lanes(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
     return figure
 
 
-def waits(trace: Trace, launch: int = 0, block: int = 0) -> Plot:
+def waits(trace: Any, launch: int = 0, block: int = 0) -> Plot:
     """What each warp of a block waits for, step by step.
 
     A step is a switch between threads on the CPU. The order is one of many that are allowed.
