@@ -7,9 +7,10 @@ that one call puts pictures side by side on the same scales.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -19,9 +20,6 @@ from matplotlib.patches import Patch
 
 from ..bench.chart import COLORS, GUIDE, STYLE, draw_speeds, look
 from ..bench.report import BenchResult
-
-if TYPE_CHECKING:
-    from .trace import Trace
 
 Points = tuple[Sequence[float], Sequence[float]]  # xs, ys
 _FONT, _ELSE = "DejaVu Sans", "sans-serif"
@@ -224,9 +222,9 @@ def roofline(
 
 # Pictures of a trace.
 
-_MOST_PACKS = 1200  # in a picture
 _WAITS = {"block": "__syncthreads", "cluster": "the cluster", "mbarrier": "mbarrier"}
-_GREY = "#999999"
+_GREY, _LIGHT = (0.6, 0.6, 0.6), (0.87, 0.87, 0.87)
+_MOST_STEPS = 1500  # in a picture
 
 
 def _shade(color: str, share: float) -> tuple[float, ...]:
@@ -243,7 +241,7 @@ def _bare(height: float, title: str) -> tuple[Plot, Any]:
     return figure, axes
 
 
-def owners(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
+def owners(trace: Any, tensor: str = "x", launch: int = 0) -> Plot:
     """Which warp and lane touches which columns of a tensor's first rows.
 
     A colour is a warp, counted over all blocks; the first lane is the darkest. Grey is copied
@@ -257,35 +255,26 @@ def owners(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
     _, kept = np.unique(first, return_index=True)  # the first access to each pack
     own, first = own[kept], first[kept]
     last = first + np.maximum(1, own["num_bytes"].astype(np.int64) // array.itemsize) - 1
-    shown = max(1, min(num_rows, 8, _MOST_PACKS // max(1, int((first < num_cols).sum()))))
+    shown = max(1, min(num_rows, 8))
     title = f"who owns which columns of {tensor}: warp (colour), lane (shade)"
     figure, axes = _bare(0.25 * shown + 0.9, title)
     warps_per_block = -(-trace.launches[launch].block_size // 32)
-    for row in range(shown):
-        start = row * num_cols
-        at = np.flatnonzero((last >= start) & (first < start + num_cols))[:_MOST_PACKS]
-        spans, colors = [], []
-        for block, thread, kind, low, high in zip(
-            own["block"][at],
-            own["thread"][at],
-            own["kind"][at],
-            first[at] - start,
-            last[at] - start,
-        ):
-            low, high = max(0, int(low)), min(num_cols, int(high) + 1)
-            spans.append((low, high - low))
-            warp = int(block) * warps_per_block + int(thread) // 32
-            color = _shade(COLORS[warp % 6], int(thread) % 32 / 31 * 0.75)
-            colors.append(_GREY if kind in trace.BULK else color)
-        axes.broken_barh(
-            spans, (row - 0.4, 0.8), facecolors=colors, edgecolor="white", linewidth=0.2
-        )
+    image = np.ones((shown, num_cols, 3))
+    for block, thread, kind, low, high in zip(
+        own["block"], own["thread"], own["kind"], first, last + 1
+    ):
+        warp = int(block) * warps_per_block + int(thread) // 32
+        color = _shade(COLORS[warp % 6], int(thread) % 32 / 31 * 0.75)
+        image.reshape(-1, 3)[low:high] = _GREY if kind in trace.BULK else color
+    extent = (0, num_cols, shown - 0.5, -0.5)
+    axes.imshow(image, aspect="auto", interpolation="none", extent=extent)
+    axes.hlines(np.arange(1, shown) - 0.5, 0, num_cols, color="white", linewidth=3)
     axes.set_yticks(range(shown), [f"row {row}" for row in range(shown)])
-    axes.set(xlim=(0, num_cols), ylim=(shown - 0.5, -0.5), xlabel=f"column, of {num_cols}")
+    axes.set_xlabel(f"column, of {num_cols}")
     return figure
 
 
-def lanes(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
+def lanes(trace: Any, tensor: str = "x", launch: int = 0) -> Plot:
     """The first request of warp 0 to a tensor: the lanes above, the sectors that serve them below.
 
     A warp that asks for 512 neighbouring bytes gets them in 16 sectors. Lanes that ask for bytes
@@ -313,7 +302,7 @@ def lanes(trace: Trace, tensor: str = "x", launch: int = 0) -> Plot:
     return figure
 
 
-def waits(trace: Trace, launch: int = 0, block: int = 0) -> Plot:
+def waits(trace: Any, launch: int = 0, block: int = 0) -> Plot:
     """What each warp of a block waits for, step by step.
 
     A step is a switch between threads on the CPU. The order is one of many that are allowed.
@@ -325,13 +314,18 @@ def waits(trace: Trace, launch: int = 0, block: int = 0) -> Plot:
     kinds = sorted({_WAITS.get(what, "lanes of the warp") for _, what, _, _ in spans})
     colors = dict(zip(kinds, COLORS))
     figure, axes = _bare(0.16 * num_warps + 1.0, f"what the warps of block {block} wait for")
-    axes.barh(range(num_warps), clocks.max() - clocks.min(), 0.7, clocks.min(), color="#dddddd")
-    for warp, what, first, end in spans:
-        color = colors[_WAITS.get(what, "lanes of the warp")]
-        axes.barh(warp, max(0.5, end - first), 0.7, first, color=color)
+    start, end = int(clocks.min()), int(clocks.max()) + 1
+    scale = min(1.0, _MOST_STEPS / (end - start))
+    image = np.full((num_warps, math.ceil((end - start) * scale), 3), _LIGHT)
+    for warp, what, first, last in spans:
+        at, to = (math.floor((step - start) * scale) for step in (first, last))
+        image[warp, at : to + 1] = to_rgb(colors[_WAITS.get(what, "lanes of the warp")])
+    extent = (start, end, num_warps - 0.5, -0.5)
+    axes.imshow(image, aspect="auto", interpolation="none", extent=extent)
+    axes.hlines(np.arange(1, num_warps) - 0.5, start, end, color="white", linewidth=1)
     labels = range(0, num_warps, max(1, num_warps // 8))
     axes.set_yticks(labels, [f"warp {warp}" for warp in labels])
-    axes.set(xlabel="step", ylim=(num_warps - 0.5, -0.5))
+    axes.set_xlabel("step")
     _legend(
         figure, {name: Patch(color=color) for name, color in colors.items()} | {"": Patch(alpha=0)}
     )

@@ -285,7 +285,8 @@ class Trace:
 def drawn(plot: Callable[[], Any]) -> str:
     """A plot as SVG for a page, or what it takes to see it."""
     try:
-        return plot()._repr_svg_()
+        svg = plot()._repr_svg_()
+        return svg[svg.index("<svg") :]
     except ImportError:
         return "<p>With matplotlib there is a picture here: pip install matplotlib</p>"
 

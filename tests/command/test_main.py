@@ -183,7 +183,7 @@ def test_a_refusal_is_a_sentence_and_an_exit_code():
     """The message and the exit code, in another process."""
     result = run("plan", "4096", "--device", "H9000")
     assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch("cupynorm: --device is H9000; expected one of A100, .*\\n", result.stderr)
+    assert re.fullmatch("cupynorm: --device is 'H9000'; expected one of A100, .*\\n", result.stderr)
 
 
 @pytest.mark.slow
