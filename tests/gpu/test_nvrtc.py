@@ -55,7 +55,7 @@ def test_source_is_a_digest_and_one_include(folder):
 
 def test_every_source_file_counts_in_the_digest(folder):
     before = source(KERNEL, folder).splitlines()
-    assert len(source_files(folder)) == len(source_files()) > 80
+    assert len(source_files(folder)) == len(source_files()) > 40
     for path in source_files(folder).values():
         text = path.read_text()
         path.write_text(f"{text}// changed\n")
