@@ -5,7 +5,6 @@
 //   dweight = sum over rows of dy * x_hat,  dbias = sum over rows of dy
 #pragma once
 #include "backward_stores.cuh"
-#include "functor_gradient.cuh"
 #include "load.cuh"
 #include "statistics.cuh"
 #include "threads.cuh"
@@ -124,3 +123,17 @@ __device__ __forceinline__ Sum<Compute, 2> sum_pack(
   }
   return sums;
 }
+
+// The paths on which several rows are under way, each in a header of its name. An instance that has
+// one includes it (cupynorm/gpu/nvrtc.py). backward_few.cu has a ring of its own.
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
+          class LoadWeight, class StoreDx>
+__device__ __forceinline__ void backward_bundle(
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call);
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
+          class LoadWeight, class StoreDx>
+__device__ __forceinline__ void backward_ring(
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call);
+template <bool centered, Tile tile, class LoadX, class LoadDy, class LoadWeight, class StoreDx>
+__device__ __forceinline__ void backward_few_ring(
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call);

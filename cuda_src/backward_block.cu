@@ -5,7 +5,6 @@
 // moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a block
 // takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider: backward_cluster.cu
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
-#include "backward_ring.cuh"
 #include "register_gradient.cuh"
 
 template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
@@ -14,7 +13,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_block(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> call) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::ring) {
-    backward_ring<gradients, centered, tile>(call, dynamic_smem());
+    backward_ring<gradients, centered, tile>(call);
   } else {
     const Slice cols{0, static_cast<int>(call.num_cols)};
     BlockReduce<tile.threads_per_row, typename LoadX::Compute> reduce(dynamic_smem());

@@ -7,7 +7,6 @@
 //        ClusterReduce::smem_bytes; wider: backward_uncached.cu
 // needs: sm_90 or later; the grid a multiple of cluster_size; num_cols and all row strides
 //        multiples of pack_size, addresses aligned to a pack
-#include "backward_ring.cuh"
 #include "backward_smem.cuh"
 #include "cluster_reduce.cuh"
 #include "register_gradient.cuh"
@@ -19,7 +18,7 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1)
         backward_cluster(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> call) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::ring) {
-    backward_ring<gradients, centered, tile>(call, dynamic_smem());
+    backward_ring<gradients, centered, tile>(call);
   } else if constexpr (tile.path == Path::registers) {
     using Compute = typename LoadX::Compute;
     const long long cluster = blockIdx.x / tile.cluster_size;

@@ -6,7 +6,6 @@
 // takes: rows of a warp's or block's registers, or of a ring of up to 1024 threads
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared
 //        memory for either kind of block
-#include "backward_few_row.cuh"
 #include "parameter_sums.cuh"
 #include "register_gradient.cuh"
 
@@ -36,7 +35,7 @@ __global__ void __launch_bounds__(sums.block_size(), 1)
     sum_parameters<sums>(parameters, blockIdx.x - num_row_blocks, gridDim.x - num_row_blocks,
                          dynamic_smem());
   } else if constexpr (tile.path == Path::ring) {
-    backward_ring_row<centered, tile>(rows, dynamic_smem());
+    backward_few_ring<centered, tile>(rows);
   } else {
     constexpr Gradients gradients{.dx = true, .dweight = false, .dbias = false};
     const long long row = static_cast<long long>(blockIdx.x) * tile.rows_per_block +

@@ -6,7 +6,6 @@
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack;
 //        threads_per_row a power of two, whole warps in a block; shared memory for two rows of sums
 //        a warp
-#include "backward_bundle.cuh"
 #include "register_gradient.cuh"
 
 template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,

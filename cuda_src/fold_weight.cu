@@ -22,7 +22,7 @@ struct FoldWeight {
 };
 
 // Where a row lies in the result. Rows become columns of norm_linear.cu's y, of which a lane of a
-// warp then has 8 adjacent ones: columns 2 (l % 4) and the next of each 8 (warpgroup_product.cuh).
+// warp then has 8 adjacent ones: columns 2 (l % 4) and the next of each 8 (warpgroup.cuh).
 __device__ __forceinline__ long long folded_row(long long row) {
   return row / 32 * 32 + row / 2 % 4 * 8 + row / 8 % 4 * 2 + row % 2;
 }

@@ -3,17 +3,21 @@
 // A kernel knows only its row: `load` reads it (load.cuh), `store` writes its results (store.cuh).
 // Every thread of a kernel calls start() first, write() for each row, and finish() last.
 #pragma once
-#include "functor.cuh"
 #include "load.cuh"
-#include "quantize_store.cuh"
-#include "quantized_row.cuh"
 #include "statistics.cuh"
 #include "store.cuh"
-#include "sum_load.cuh"
+
+// The row whose results a thread writes.
+struct OwnRow {
+  long long row;
+  bool saves;           // whether this thread, of those that share the row, writes mean and rstd
+  bool present = true;  // false beyond the last row: nothing is written
+};
 
 template <class Load, class Store>
 struct Forward {
   using Compute = typename Load::Compute;
+  using Statistics = RowStatistics<Compute>;
   using Stored = Store;
 
   Load load;
@@ -23,7 +27,7 @@ struct Forward {
   long long num_rows;
   long long num_cols;
   double eps;
-  long long num_first;  // these two: see tile.cuh
+  long long num_first;  // these two: see Turns (tile.cuh)
   long long rows_of_first;
 
   // Returns what the thread carries from row to row: Nothing, unless y has 8 bits. The first block
@@ -34,83 +38,55 @@ struct Forward {
     constexpr bool is_narrow = tile.packs_per_thread > 0 && tile.cols() * tile.cluster_size < 512;
     if (!is_narrow && !tile.early && blockIdx.x == 0) store.prefetch_parameters(num_cols);
     if constexpr (Store::quantizes) {
-      if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();
       return store.start();
     } else {
       return Nothing{};
     }
   }
 
-  // Writes y, mean and rstd of one row.
-  //   saves        whether this thread is the one of those sharing the row that writes mean and
-  //   rstd carried      what `start` returned present      false if the row lies beyond the last
-  //   one: nothing is written parameters   EarlyParameters, or LateParameters next         NextRow,
-  //   to be fetched meanwhile, or NoNextRow
+  // Writes y, mean and rstd of one row. reduce: over its threads. carried: what start() returned.
+  // parameters: EarlyParameters or LateParameters.
   template <bool centered, class Row, class Reduce, class Carried,
-            class Parameters = LateParameters, class Next = NoNextRow>
-  __device__ __forceinline__ void write(long long row, Row& values_of_row,
-                                        const RowStatistics<Compute>& mean_rstd, Reduce& reduce,
-                                        bool saves, Carried& carried, bool present = true,
-                                        const Parameters& parameters = {},
-                                        const Next& next = {}) const {
-    save(row, mean_rstd, saves && present);
+            class Parameters = LateParameters>
+  __device__ __forceinline__ void write(const OwnRow& own, Row& values_of_row,
+                                        const Statistics& mean_rstd, Reduce& reduce,
+                                        Carried& carried, const Parameters& parameters = {}) const {
+    save(own, mean_rstd);
     if constexpr (Store::quantizes) {
-      write_quantized<centered>(*this, row, values_of_row, mean_rstd, reduce, saves && present,
-                                carried, present, next);
-    } else if (present) {
+      store.template write_row<centered>(*this, own, values_of_row, mean_rstd, reduce, carried);
+    } else if (own.present) {
       values_of_row.for_each_pack_with(
           parameters.loads_for(values_of_row, store),
           [&](long long col, const auto& values, bool in_row, const auto& kept) {
             Compute normalized[Row::pack_size];
             mean_rstd.template normalize<centered>(values, normalized);
-            write_pack<centered>(row, col, normalized, kept, in_row, mean_rstd, carried);
+            write_pack<centered>({own.row, col, in_row}, normalized, kept, mean_rstd, carried);
           });
     }
   }
 
   // Writes a pack of y, or of f(y) if the store has a user's functor, which may read other columns.
   template <bool centered, int pack_size, class Kept, class Carried>
-  __device__ __forceinline__ void write_pack(long long row, long long col,
+  __device__ __forceinline__ void write_pack(const Place& at,
                                              const Compute (&normalized)[pack_size],
-                                             const Kept& kept, bool present,
-                                             const RowStatistics<Compute>& mean_rstd,
+                                             const Kept& kept, const Statistics& mean_rstd,
                                              Carried& carried) const {
     if constexpr (Store::quantizes) {
-      Compute y_values[pack_size];
-      result<centered>(row, col, normalized, kept, present, mean_rstd, y_values);
-      store.store(row, col, y_values, present, carried);
+      store.template write_pack<centered>(*this, at, normalized, kept, mean_rstd, carried);
     } else if constexpr (has_functor<Store>) {
       Compute y_values[pack_size];
       store.affine(normalized, kept, y_values);
-      store.finish(row, col, store.y + row * store.y_stride + col, y_values,
-                   other_y<centered>(row, mean_rstd), present);
+      store.template finish<centered>(*this, at, store.y + at.row * store.y_stride + at.col,
+                                      y_values, mean_rstd);
     } else {
-      store.store(row, col, normalized, kept, present);
+      store.store(at.row, at.col, normalized, kept, at.present);
     }
-  }
-  // A pack of y in the compute type, after a user's functor if there is one.
-  template <bool centered, int pack_size, class Kept>
-  __device__ __forceinline__ void result(long long row, long long col,
-                                         const Compute (&normalized)[pack_size], const Kept& kept,
-                                         bool present, const RowStatistics<Compute>& mean_rstd,
-                                         Compute (&y_values)[pack_size]) const {
-    store.affine(normalized, kept, y_values);
-    if constexpr (has_functor<Store>) {  // its arrays have no row or column beyond the last one
-      if (present) store.functor.apply(row, col, y_values, other_y<centered>(row, mean_rstd));
-    }
-  }
-  template <bool centered>
-  __device__ __forceinline__ auto other_y(long long row,
-                                          const RowStatistics<Compute>& mean_rstd) const {
-    return OtherY<centered, Load, Store, RowStatistics<Compute>>{load, store, mean_rstd, row};
   }
 
-  // Writes mean and rstd of one row, if `saves`.
-  __device__ __forceinline__ void save(long long row, const RowStatistics<Compute>& mean_rstd,
-                                       bool saves) const {
-    if (!saves) return;
-    if (mean != nullptr) mean[row] = mean_rstd.mean;
-    if (rstd != nullptr) rstd[row] = mean_rstd.rstd;
+  __device__ __forceinline__ void save(const OwnRow& own, const Statistics& mean_rstd) const {
+    if (!own.saves || !own.present) return;
+    if (mean != nullptr) mean[own.row] = mean_rstd.mean;
+    if (rstd != nullptr) rstd[own.row] = mean_rstd.rstd;
   }
 
   template <class Carried>
@@ -118,3 +94,10 @@ struct Forward {
     if constexpr (Store::quantizes) store.raise(carried);
   }
 };
+
+// The paths on which several rows are under way, each in a header of its name. An instance that has
+// one includes it (cupynorm/gpu/nvrtc.py).
+template <bool centered, Statistics statistics, Tile tile, class Load, class Store>
+__device__ __forceinline__ void forward_bundle(const Forward<Load, Store>& call);
+template <bool centered, Statistics statistics, Tile tile, class Load, class Store>
+__device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call);

@@ -7,42 +7,31 @@
 //        BlockReduce::smem_bytes; wider rows: forward_cluster.cu
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
 #include "forward.cuh"
-#include "forward_ring.cuh"
 #include "smem_row.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     forward_block(const Forward<Load, Store> call) {
-  using Compute = typename Load::Compute;
-  auto carried = call.template start<tile>();
   if constexpr (tile.path == Path::ring) {
-    forward_ring<centered, statistics, tile>(call, dynamic_smem(), carried);
+    return forward_ring<centered, statistics, tile>(call);
+  }
+
+  using Compute = typename Load::Compute;
+  auto carried = call.template start<tile>();  // nothing, unless y has 8 bits
+  using Reduce = BlockReduce<tile.threads_per_row, Compute>;
+  Reduce reduce(dynamic_smem());
+  const Slice cols{0, static_cast<int>(call.num_cols)};
+  auto values = row_on_chip<Load, tile>(dynamic_smem() + Reduce::smem_bytes);
+  if constexpr (Store::template fetches_ahead<Load, decltype(values), tile>) {
+    call.store.template write_rows<centered, statistics, tile>(call, values, cols, reduce, carried);
   } else {
-    using Reduce = BlockReduce<tile.threads_per_row, Compute>;
-    Reduce reduce(dynamic_smem());
-    const Slice cols{0, static_cast<int>(call.num_cols)};
-    auto values = row_on_chip<Load, tile>(dynamic_smem() + Reduce::smem_bytes);
-    const auto statistics_of_row = [&] {
-      return row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
-    };
-    if constexpr (fetches_ahead<Load, Store, decltype(values), tile>) {
-      const Turns<tile> turns(call.num_rows, call.num_first, call.rows_of_first);
-      long long row = turns.first_row;
+    for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
       values.fetch(call.load, row, cols);
-      for (unsigned left = turns.count; left > 0; --left) {
-        const auto mean_rstd = statistics_of_row();
-        const NextRow next{call.load, values, min(row + turns.step, call.num_rows - 1)};
-        call.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried,
-                                      true, LateParameters{}, next);
-        row += turns.step;
-      }
-    } else {
-      for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
-        values.fetch(call.load, row, cols);
-        const auto parameters = row_parameters<tile>(values, call.store);
-        call.template write<centered>(row, values, statistics_of_row(), reduce, threadIdx.x == 0,
-                                      carried, true, parameters);
-      }
+      const auto parameters = row_parameters<tile>(values, call.store);
+      const auto mean_rstd =
+          row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
+      call.template write<centered>({row, threadIdx.x == 0}, values, mean_rstd, reduce, carried,
+                                    parameters);
     }
   }
   call.finish(carried);

@@ -9,33 +9,32 @@
 //        multiples of pack_size, addresses aligned to a pack
 #include "cluster_reduce.cuh"
 #include "forward.cuh"
-#include "forward_ring.cuh"
 #include "smem_row.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __cluster_dims__(tile.cluster_size, 1, 1)
     __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         forward_cluster(const Forward<Load, Store> call) {
-  using Compute = typename Load::Compute;
-  auto carried = call.template start<tile>();
   if constexpr (tile.path == Path::ring) {
-    forward_ring<centered, statistics, tile>(call, dynamic_smem(), carried);
-  } else {
-    using Reduce = ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute>;
-    Reduce reduce(dynamic_smem());
-    const Slice cols = slice<tile>(static_cast<int>(call.num_cols), cluster_rank());
-    const bool saves = threadIdx.x == 0 && cluster_rank() == 0;
-    const long long step = gridDim.x / tile.cluster_size;
-    bool peers_run = false;  // a block may write to its peers' shared memory once they run
-    for (long long row = blockIdx.x / tile.cluster_size; row < call.num_rows; row += step) {
-      auto values = row_on_chip<Load, tile>(dynamic_smem() + Reduce::smem_bytes);
-      values.fetch(call.load, row, cols);
-      if (!peers_run) cluster_sync();  // overlaps with the load of the first row
-      peers_run = true;
-      const auto mean_rstd =
-          row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
-      call.template write<centered>(row, values, mean_rstd, reduce, saves, carried);
-    }
+    return forward_ring<centered, statistics, tile>(call);
+  }
+
+  using Compute = typename Load::Compute;
+  auto carried = call.template start<tile>();  // nothing, unless y has 8 bits
+  using Reduce = ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute>;
+  Reduce reduce(dynamic_smem());
+  const Slice cols = slice<tile>(static_cast<int>(call.num_cols), cluster_rank());
+  const bool saves = threadIdx.x == 0 && cluster_rank() == 0;
+  const long long step = gridDim.x / tile.cluster_size;
+  bool peers_run = false;  // a block may write to its peers' shared memory once they run
+  for (long long row = blockIdx.x / tile.cluster_size; row < call.num_rows; row += step) {
+    auto values = row_on_chip<Load, tile>(dynamic_smem() + Reduce::smem_bytes);
+    values.fetch(call.load, row, cols);
+    if (!peers_run) cluster_sync();  // overlaps with the load of the first row
+    peers_run = true;
+    const auto mean_rstd =
+        row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
+    call.template write<centered>({row, saves}, values, mean_rstd, reduce, carried);
   }
   call.finish(carried);
 }

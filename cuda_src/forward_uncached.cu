@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
     // The last pass: reads x again, applies weight and bias, writes y. Thread 0 also writes mean
     // and rstd.
-    call.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried);
+    call.template write<centered>({row, threadIdx.x == 0}, values, mean_rstd, reduce, carried);
   }
   call.finish(carried);
 }

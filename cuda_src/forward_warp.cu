@@ -6,7 +6,6 @@
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack;
 //        threads_per_row a power of two, whole warps in a block
 #include "forward.cuh"
-#include "forward_bundle.cuh"
 #include "register_row.cuh"
 
 // Load reads x, Store writes y (load.cuh, store.cuh). centered: LayerNorm, else RMSNorm.
@@ -38,7 +37,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
     // Applies weight and bias, writes y. The first lane of the row also writes mean and rstd.
     const bool is_first_lane = threadIdx.x % tile.threads_per_row == 0;
-    call.template write<centered>(row, values, mean_rstd, reduce, is_first_lane, carried, present,
+    call.template write<centered>({row, is_first_lane, present}, values, mean_rstd, reduce, carried,
                                   parameters);
   }
   call.finish(carried);

@@ -22,7 +22,7 @@ struct NormLinear {
   float* mean;       // null: not wanted; so too rstd
   float* rstd;
   unsigned long long* next_row;  // 0 (row_statistics.cuh)
-  unsigned long long* known;     // a word of 0 a row (known_rows.cuh)
+  unsigned long long* known;     // a word of 0 a row (row_statistics.cuh)
   long long num_rows;
   long long in_features;
   long long out_features;

@@ -15,8 +15,7 @@ from . import __version__
 from .bench import bench_command
 from .check import command as check_command
 from .gpu import launch, on_cpu
-from .gpu.environment import has_gpu
-from .gpu.nvrtc import MissingLibraryError
+from .gpu.nvrtc import MissingLibraryError, has_gpu
 from .plan import plans
 from .plan.devices import Device
 from .table import printable

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cupynorm import layer_norm_backward, layer_norm_forward
-from cupynorm.gpu.environment import has_gpu
+from cupynorm.gpu.nvrtc import has_gpu
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
 CONTEXT, WIDTH, BATCH = 8, 64, 256  # characters read, elements per layer, samples per step

@@ -42,7 +42,7 @@ from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
 from cupynorm.check.results import CheckResult, Finding, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
-from cupynorm.gpu import environment, nvrtc
+from cupynorm.gpu import nvrtc
 
 # Few rows, whose backward is one launch, and rows beyond those of kernel_paths.py.
 WIDE = [
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--until", type=float, default=math.inf, help="no other step begins after it"
     )
     asked = parser.parse_args(arguments)
-    where = WholeUnits() if environment.has_gpu() else CpuMachine()
+    where = WholeUnits() if nvrtc.has_gpu() else CpuMachine()
     result, num_steps = CheckResult(), 0
     for number, step in enumerate(chosen(asked.only)):
         is_time = time.time() < asked.until or not num_steps

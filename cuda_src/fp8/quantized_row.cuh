@@ -3,7 +3,7 @@
 // Then y is computed before its scales are known. If a thread has the registers, it keeps y until
 // then and computes it once. Otherwise it computes y twice: to find the scales, then to write.
 #pragma once
-#include "float8.cuh"
+#include "forward.cuh"
 #include "scales.cuh"
 #include "statistics.cuh"
 #include "store.cuh"
@@ -120,81 +120,75 @@ struct NoNextRow {
   __device__ __forceinline__ void fetch() const {}
 };
 
-// Whether y is kept in registers until the scales of its row are known.
-template <class Store, class Row>
-constexpr bool keeps_results = [] {
-  if constexpr (Store::quantizes) return Store::measures_rows && Row::num_kept_results > 0;
-  return false;
-}();
+// y in the compute type, before it is scaled; after a user's functor if there is one. call: a
+// Forward.
+template <bool centered, class Call, int pack_size, class Kept, class Compute>
+__device__ __forceinline__ void y_of_pack(const Call& call, const Place& at,
+                                          const Compute (&normalized)[pack_size], const Kept& kept,
+                                          const RowStatistics<Compute>& mean_rstd,
+                                          Compute (&y_values)[pack_size]) {
+  call.store.affine(normalized, kept, y_values);
+  if constexpr (has_functor<typename Call::Stored>)
+    call.store.template apply<centered>(call, at, y_values, mean_rstd);
+}
 
-// Whether a thread also has registers for the next row. Few warps fit a multiprocessor beside
-// results that are kept, so loads would not overlap otherwise.
-template <class Load, class Store, class Row, Tile tile>
-constexpr bool fetches_ahead = [] {
-  if constexpr (keeps_results<Store, Row> && !Load::has_effect &&
-                sizeof(typename Load::Held) == 2) {
-    return tile.pack_size == 8 && Row::has_room_for_next && !Store::has_wide_parameters;
-  }
-  return false;
-}();
-
-// f(col, y_values, in_row) for each pack: y in the compute type, before it is scaled.
+// f(col, y_values, in_row) for each pack.
 template <bool centered, class Call, class Row, class Compute, class F>
-__device__ __forceinline__ void for_each_result(const Call& call, long long row, Row& values_of_row,
-                                                const RowStatistics<Compute>& statistics,
-                                                bool present, F f) {
+__device__ __forceinline__ void for_each_y(const Call& call, const OwnRow& own, Row& values_of_row,
+                                           const RowStatistics<Compute>& mean_rstd, F f) {
   values_of_row.for_each_pack_with(
       LateParameters{}.loads_for(values_of_row, call.store),
       [&](long long col, const auto& values, bool in_row, const auto& kept) {
         Compute normalized[Row::pack_size], y_values[Row::pack_size];
-        statistics.template normalize<centered>(values, normalized);
-        call.template result<centered>(row, col, normalized, kept, in_row && present, statistics,
-                                       y_values);
+        mean_rstd.template normalize<centered>(values, normalized);
+        y_of_pack<centered>(call, {own.row, col, in_row && own.present}, normalized, kept,
+                            mean_rstd, y_values);
         f(col, y_values, in_row);
       });
 }
 
-// The arguments are those of Forward::write.
+// Writes one row. next: a NextRow, or NoNextRow.
 template <bool centered, class Call, class Row, class Compute, class Reduce, class Carried,
-          class Next>
-__device__ __forceinline__ void write_quantized(const Call& call, long long row, Row& values_of_row,
-                                                const RowStatistics<Compute>& statistics,
-                                                Reduce& reduce, bool saves, Carried& carried,
-                                                bool present, const Next& next) {
-  const auto& store = call.store;
+          class Next = NoNextRow>
+__device__ __forceinline__ void write_quantized(const Call& call, const OwnRow& own,
+                                                Row& values_of_row,
+                                                const RowStatistics<Compute>& mean_rstd,
+                                                Reduce& reduce, Carried& carried,
+                                                const Next& next = {}) {
   using Store = typename Call::Stored;
-  if constexpr (keeps_results<Store, Row>) {
+  const auto& store = call.store;
+  if constexpr (Store::template keeps_results<Row>) {
     typename Store::template Scales<Row> scales;
     Compute results[Row::num_kept_results][Row::pack_size];
     int pack = 0;
-    for_each_result<centered>(call, row, values_of_row, statistics, present,
-                              [&](long long, const auto& y_values, bool in_row) {
-                                scales.measure(pack, y_values, in_row);
+    for_each_y<centered>(call, own, values_of_row, mean_rstd,
+                         [&](long long, const auto& y_values, bool in_row) {
+                           scales.measure(pack, y_values, in_row);
 #pragma unroll
-                                for (int at = 0; at < Row::pack_size; ++at) {
-                                  results[pack][at] = y_values[at];
-                                }
-                                ++pack;
-                              });
+                           for (int at = 0; at < Row::pack_size; ++at)
+                             results[pack][at] = y_values[at];
+                           ++pack;
+                         });
     next.fetch();  // while the scales are found
-    store.find_scales(row, values_of_row, scales, reduce, saves, present);
+    store.find_scales(own, values_of_row, scales, reduce);
     pack = 0;
     values_of_row.for_each_col([&](long long col, bool in_row) {
-      store.store_scaled(row, col, results[pack], scales.of_pack(pack), in_row && present);
+      store.store_scaled({own.row, col, in_row && own.present}, results[pack],
+                         scales.of_pack(pack));
       ++pack;
     });
   } else {
     if constexpr (Store::measures_rows) {
       Largest largest{};
-      for_each_result<centered>(call, row, values_of_row, statistics, present,
-                                [&](long long, const auto& y_values, bool in_row) {
-                                  if (in_row) largest.add_pack(y_values);
-                                });
-      carried.factor = store.scale_of_row(row, reduce.all(largest).bits(), saves);
+      for_each_y<centered>(call, own, values_of_row, mean_rstd,
+                           [&](long long, const auto& y_values, bool in_row) {
+                             if (in_row) largest.add_pack(y_values);
+                           });
+      carried.factor = store.scale_of_row(own, reduce.all(largest).bits());
     }
-    for_each_result<centered>(call, row, values_of_row, statistics, present,
-                              [&](long long col, auto& y_values, bool in_row) {
-                                store.store(row, col, y_values, in_row && present, carried);
-                              });
+    for_each_y<centered>(call, own, values_of_row, mean_rstd,
+                         [&](long long col, auto& y_values, bool in_row) {
+                           store.store({own.row, col, in_row && own.present}, y_values, carried);
+                         });
   }
 }

@@ -69,22 +69,10 @@ inline constexpr auto max(Left left, Right right) {
   return x != x || x < y ? y : x;
 }
 
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline float __fmaf_ieee_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline float __fsqrt_rn(float x) { return sqrtf(x); }
-inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
-inline double __dadd_rn(double x, double y) { return x + y; }
-inline double __dsub_rn(double x, double y) { return x - y; }
 inline double __dmul_rn(double x, double y) { return x * y; }
-inline double __ddiv_rn(double x, double y) { return x / y; }
-inline double __fma_rn(double x, double y, double z) { return fma(x, y, z); }
-inline double __dsqrt_rn(double x) { return sqrt(x); }
-inline double __drcp_rn(double x) { return 1.0 / x; }
 inline float rsqrtf(float x) { return __frsqrt_rn(x); }
 inline float rsqrt(float x) { return __frsqrt_rn(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
@@ -97,9 +85,6 @@ inline float __uint_as_float(unsigned x) { return on_cpu::bits_as<float>(x); }
 inline unsigned __float_as_uint(float x) { return on_cpu::bits_as<unsigned>(x); }
 inline float __int_as_float(int x) { return on_cpu::bits_as<float>(x); }
 inline int __float_as_int(float x) { return on_cpu::bits_as<int>(x); }
-inline double __longlong_as_double(long long x) { return on_cpu::bits_as<double>(x); }
-inline long long __double_as_longlong(double x) { return on_cpu::bits_as<long long>(x); }
-inline float __double2float_rn(double x) { return float(x); }
 // Saturates, as the GPU does. NaN is 0 in float, and undefined here in double.
 inline int __double2int_rn(double x) {
   return int(fmin(fmax(rint(x), -2147483648.0), 2147483647.0));
@@ -115,9 +100,6 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   }
   return picked;
 }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
 
 namespace on_cpu {
 

@@ -14,7 +14,6 @@ struct alignas(4) __half2 {
 using half = __half;
 using half2 = __half2;
 
-inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
 inline unsigned short __half_as_ushort(__half value) { return value.bits; }
 
 inline float __half2float(__half value) {
@@ -28,11 +27,9 @@ inline float __half2float(__half value) {
 inline __half __double2half(double value) { return {on_cpu::round_to_16_bits<10>(value)}; }
 inline __half __float2half_rn(float value) { return __double2half(value); }
 inline __half __float2half(float value) { return __double2half(value); }
-inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
-inline __half2 __floats2half2_rn(float x, float y) {
-  return {__float2half_rn(x), __float2half_rn(y)};
+inline __half2 __float22half2_rn(float2 value) {
+  return {__float2half_rn(value.x), __float2half_rn(value.y)};
 }
-inline __half2 __float22half2_rn(float2 value) { return __floats2half2_rn(value.x, value.y); }
 inline float2 __half22float2(__half2 value) {
   return {__half2float(value.x), __half2float(value.y)};
 }

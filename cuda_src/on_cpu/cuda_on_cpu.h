@@ -25,8 +25,60 @@ using size_t = decltype(sizeof(0));
 
 #include "arithmetic.h"
 #include "cuda_on_cpu_runtime.h"
-#include "matrix_calls.h"
-#include "warp_calls.h"
+
+inline void __syncthreads() { on_cpu::block_barrier(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  on_cpu::warp_call(on_cpu::WarpCall::syncwarp, mask, 0, 0, 32);
+}
+
+namespace on_cpu {
+template <typename Value>
+inline Value shuffle(WarpCall call, unsigned mask, Value value, unsigned lane, int width) {
+  static_assert(sizeof(Value) == 4 || sizeof(Value) == 8, "A shuffle moves 4 or 8 bytes.");
+  unsigned long long word = 0;
+  __builtin_memcpy(&word, &value, sizeof value);
+  word = warp_call(call, mask, word, lane, width);
+  __builtin_memcpy(&value, &word, sizeof value);
+  return value;
+}
+}  // namespace on_cpu
+
+template <typename Value>
+inline Value __shfl_sync(unsigned mask, Value value, int lane, int width = 32) {
+  return on_cpu::shuffle(on_cpu::WarpCall::shfl, mask, value, lane, width);
+}
+template <typename Value>
+inline Value __shfl_xor_sync(unsigned mask, Value value, int lane_mask, int width = 32) {
+  return on_cpu::shuffle(on_cpu::WarpCall::shfl_xor, mask, value, lane_mask, width);
+}
+inline int __all_sync(unsigned mask, int predicate) {
+  return on_cpu::warp_call(on_cpu::WarpCall::ballot, mask, predicate != 0, 0, 32) == mask;
+}
+
+// One fiber runs at a time, so an atomic is a plain update, before which another thread may run.
+template <typename Value>
+inline Value atomicAdd(Value* address, decltype(Value() + Value()) value) {
+  on_cpu::yield();
+  const Value old = *address;
+  *address = old + value;
+  return old;
+}
+template <typename Value>
+inline Value atomicMax(Value* address, decltype(Value() + Value()) value) {
+  on_cpu::yield();
+  const Value old = *address;
+  *address = old < value ? value : old;
+  return old;
+}
+
+template <typename Value>
+inline Value __ldg(const Value* address) {
+  return *address;
+}
+template <typename Value>
+inline Value __ldcg(const Value* address) {
+  return *address;
+}
 
 namespace on_cpu {
 

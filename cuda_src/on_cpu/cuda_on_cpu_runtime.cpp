@@ -5,22 +5,31 @@
 // faults  end the launch: the fiber at fault switches to the launcher's stack, no other is resumed.
 //         Kernels have only plain values, so there is nothing to unwind.
 // needs   a POSIX system. Built once and shared by all kernels; launches in one process take turns.
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <cstdio>
 #include <mutex>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "product_calls.h"
-#include "traced_accesses.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 unsigned char* on_cpu::smem;
 
 namespace {
+
+// A child that was forked while another thread was in a launch gets a machine of its own. What that
+// thread had is lost.
+[[maybe_unused]] const int on_fork = pthread_atfork(nullptr, nullptr, [] {
+  if (one_launch.try_lock()) return one_launch.unlock();
+  new (&one_launch) std::mutex;
+  new (&launch) Launch{};
+});
 
 bool reserve(std::string& message) {
   const unsigned num_threads = launch.num_blocks * launch.block_size;

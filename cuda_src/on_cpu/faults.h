@@ -10,14 +10,10 @@ const char* name_of(WarpCall call) {
       return "__syncwarp";
     case WarpCall::shfl:
       return "__shfl_sync";
-    case WarpCall::shfl_up:
-      return "__shfl_up_sync";
-    case WarpCall::shfl_down:
-      return "__shfl_down_sync";
     case WarpCall::shfl_xor:
       return "__shfl_xor_sync";
     case WarpCall::ballot:
-      return "__ballot_sync, __any_sync or __all_sync";
+      return "__all_sync";
   }
   return "";
 }

@@ -1,11 +1,10 @@
 // product_calls.h -- what kernels call: tiles that arrive late, and products of warpgroups
 #pragma once
-#include "bulk_calls.h"
-#include "matrix_calls.h"
+#include "kernel_calls.h"
 
 namespace {
 
-constexpr unsigned swizzled_row_bytes = 128;  // or 32
+constexpr unsigned rows_of_weight = 256, swizzled_row_bytes = 128;  // or 32
 
 // Bits 7 to 9 of an address are added to bits 4 to 6, without carry; with rows of 32 bytes bit 7 to
 // bit 4.
@@ -73,10 +72,10 @@ void read_rows(const Product& product, const Thread& thread, unsigned index, flo
 }
 
 void compute(const Product& product, const Thread& thread, unsigned index) {
-  const Operand operand(product.weight, product.rows_of_weight, *thread.block);
+  const Operand operand(product.weight, rows_of_weight, *thread.block);
   float a[2][16];
   read_rows(product, thread, index, a);
-  for (unsigned tile = 0; tile < product.rows_of_weight / 8; ++tile)
+  for (unsigned tile = 0; tile < rows_of_weight / 8; ++tile)
     for (unsigned half = 0; half < 2; ++half) {
       float weight[16];
       for (unsigned col = 0; col < 16; ++col)
@@ -127,10 +126,9 @@ void tile_load(void* smem, const unsigned long long* words, int col, int row,
 }
 
 void multiply(float* sums, const unsigned* a, unsigned long long x, unsigned long long weight,
-              bool adds, bool is_bfloat16, unsigned rows_of_weight) {
+              bool adds, bool is_bfloat16) {
   Thread& thread = *launch.current;
-  thread.products.push_back(
-      {sums, a, x, weight, adds, is_bfloat16, rows_of_weight, thread.num_product_groups});
+  thread.products.push_back({sums, a, x, weight, adds, is_bfloat16, thread.num_product_groups});
 }
 
 void products_commit() { ++launch.current->num_product_groups; }

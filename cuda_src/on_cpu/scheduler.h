@@ -3,7 +3,7 @@
 // Drawn: which block is favoured, which of its warps runs, for how long, and which lane is next.
 // The same seed gives the same order.
 #pragma once
-#include "bulk_copies.h"
+#include "copies.h"
 #include "faults.h"
 
 namespace {

@@ -1,6 +1,6 @@
 // shared_memory.h -- the shared memory of blocks: unwritten bytes, and guards around them
 #pragma once
-#include "switching.h"
+#include "launch_state.h"
 
 namespace {
 

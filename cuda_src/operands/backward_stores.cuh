@@ -7,7 +7,6 @@
 // written(), written_stride()            the tensor that is written, for kernels that bundle rows
 // recomputes                whether y is written again too: load_bias(), recompute(...)
 #pragma once
-#include "functor_gradient.cuh"
 #include "store.cuh"
 
 // dx + dsum. dsum is the gradient that reaches the sum x + residual from elsewhere; Dsum: void if

@@ -12,6 +12,8 @@
 // FunctorStore   f(y) after weight and bias, before y is rounded
 #pragma once
 #include "load.cuh"
+#include "statistics.cuh"
+#include "store.cuh"
 
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011: "Parallel random numbers: as easy as 1, 2, 3"),
 // with the seed as its key. Word col % 4 of the counter (col / 4, row) is that of (row, col). So it
@@ -85,16 +87,6 @@ struct RowArray {
   }
 };
 
-// x of any column of a row, as it is in memory.
-template <class X, class C>
-struct OtherX {
-  const X* row_start;
-
-  __device__ __forceinline__ C operator()(long long col) const {
-    return load_element<C>(row_start + col);
-  }
-};
-
 // y of any column of a row, before the functor: computed again from x.
 template <bool centered, class Load, class Store, class Statistics>
 struct OtherY {
@@ -153,16 +145,22 @@ struct FunctorStore : Base {
 
   Functor functor;
 
-  // Writes f(y_values) to `to`, the place of the pack, unless present is false.
-  template <int pack_size, class Compute, class Other>
-  __device__ __forceinline__ void finish(long long row, long long col, Y* to,
-                                         Compute (&y_values)[pack_size], const Other& other,
-                                         bool present) const {
-    if (!present) return;  // the arrays have no such row or column
-    functor.apply(row, col, y_values, other);
-    store_pack<pack_size>(to, repack<Y>(y_values));
+  // y_values = f(y_values), of a row with these statistics. call: a Forward.
+  template <bool centered, class Call, int pack_size, class Compute>
+  __device__ __forceinline__ void apply(const Call& call, const Place& at,
+                                        Compute (&y_values)[pack_size],
+                                        const RowStatistics<Compute>& mean_rstd) const {
+    if (!at.present) return;  // the arrays have no such row or column
+    const OtherY<centered, decltype(call.load), FunctorStore, RowStatistics<Compute>> other{
+        call.load, call.store, mean_rstd, at.row};
+    functor.apply(at.row, at.col, y_values, other);
+  }
+  // The same, and writes it to `to`, the address of the pack.
+  template <bool centered, class Call, int pack_size, class Compute>
+  __device__ __forceinline__ void finish(const Call& call, const Place& at, Y* to,
+                                         Compute (&y_values)[pack_size],
+                                         const RowStatistics<Compute>& mean_rstd) const {
+    apply<centered>(call, at, y_values, mean_rstd);
+    if (at.present) store_pack<pack_size>(to, repack<Y>(y_values));
   }
 };
-
-template <class Store>
-constexpr bool has_functor = requires { typename Store::Functor; };

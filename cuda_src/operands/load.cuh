@@ -7,7 +7,7 @@
 // reload(row, col)   the same in a later pass, without a side effect; needed only with one
 // If the copy engine can fetch a row, num_streams tensors of Held make it up: row_start(row,
 // stream), stride(stream), combine(packs). keep(row, col, values, present) is the effect of load.
-// A user's own struct may take their place. Others: residual_load.cuh, sum_load.cuh.
+// A user's own struct may take their place. Others: sum_load.cuh, sum_load.cuh.
 #pragma once
 #include "convert.cuh"
 
@@ -40,6 +40,16 @@ struct Load {
   template <int pack_size>
   __device__ __forceinline__ void keep(long long, long long, const Compute (&)[pack_size],
                                        bool) const {}
+};
+
+// x of any column of a row, as it is in memory; for functors.
+template <class X, class C>
+struct OtherX {
+  const X* row_start;
+
+  __device__ __forceinline__ C operator()(long long col) const {
+    return load_element<C>(row_start + col);
+  }
 };
 
 // A pack in a later pass.

@@ -12,12 +12,25 @@
 #include "parameter.cuh"
 #include "tile.cuh"
 
+// Where a pack is written. present: false beyond the row: it is not written.
+struct Place {
+  long long row, col;
+  bool present;
+};
+
+// Whether a store writes f(y), of a user's functor f (functor.cuh).
+template <class Store>
+constexpr bool has_functor = requires { typename Store::Functor; };
+
 // y = x_hat * weight + bias. Rounded: the element type that x_hat is rounded to before the weight
 // multiplies it, as some models define it; void: it is not rounded.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
 struct Store {
   using Written = Y;
-  static constexpr bool quantizes = false;
+  static constexpr bool quantizes = false, measures_rows = false, has_blocks = false;
+  // Whether a block loads its next row before it writes the present one (quantized_row.cuh).
+  template <class Load, class Row, Tile tile>
+  static constexpr bool fetches_ahead = false;
 
   Y* y;
   long long y_stride;

@@ -4,7 +4,6 @@
 // SumLoad        of any dtypes, rounded once to Sum; x may first go through functors. The copy
 //                engine cannot fetch it, so it has no streams (load.cuh)
 #pragma once
-#include "functor.cuh"
 #include "load.cuh"
 
 // x + residual, rounded once to their dtype. The rounded sum is normalised: a fused call gives the

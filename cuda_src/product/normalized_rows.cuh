@@ -19,20 +19,16 @@ __device__ __forceinline__ Moments<float> corrected_moments(float count, float f
   return {{count, first + rest, squares < 0 ? 0 : squares}};
 }
 
-struct Deviations {
-  float first;
-  Sum<float, 2> sums;  // of (value - first)^2 and of value - first
-};
-
-// The deviations of a warp's values, of which there is one or more. first: the mean of a sample,
-// one pack of each lane that `samples`. Few digits cancel: if a share s of the values is sampled,
-// the squares add up to at most 1 + 1 / s times those of the centred values. Equal values give
-// exactly that value and zero, because the sample's mean is found from deviations from one value,
-// the origin. for_each(f): f(values) for each pack of this thread.
+// Moments of a warp's values. They are summed as deviations from `first`, the mean of a sample: one
+// pack of each lane that `samples`. Few digits cancel: if a share s of the values is sampled, the
+// squares add up to at most 1 + 1 / s times those of the centred values. Equal values give exactly
+// that value and zero, because the sample's mean is found from deviations from one value, the
+// origin. for_each(f): f(values) for each pack of this thread.
 template <int pack_size, class ForEach>
-__device__ __forceinline__ Deviations warp_deviations(const float (&sample)[pack_size],
-                                                      bool samples, int num_cols,
-                                                      ForEach for_each) {
+__device__ __forceinline__ Moments<float> warp_moments(const float (&sample)[pack_size],
+                                                       bool samples, int num_cols,
+                                                       ForEach for_each) {
+  if (num_cols == 0) return {};
   const float origin = usable_origin(__shfl_sync(0xffffffffu, sample[0], 0));
   const float of_sample = warp_sum<32>(samples ? sum_of(sample, origin) : 0.0f);
   const float num_sampled = static_cast<float>(min(num_cols, 32 * pack_size));
@@ -45,46 +41,18 @@ __device__ __forceinline__ Deviations warp_deviations(const float (&sample)[pack
     deviations.part[0] += squares_of(centered_values);
     deviations.part[1] += sum_of(centered_values);
   });
-  return {first, warp_reduce<32>(deviations)};
-}
-template <int pack_size, class ForEach>
-__device__ __forceinline__ Moments<float> warp_moments(const float (&sample)[pack_size],
-                                                       bool samples, int num_cols,
-                                                       ForEach for_each) {
-  if (num_cols == 0) return {};
-  const Deviations found = warp_deviations(sample, samples, num_cols, for_each);
-  return corrected_moments(static_cast<float>(num_cols), found.first, found.sums);
+  return corrected_moments(static_cast<float>(num_cols), first, warp_reduce<32>(deviations));
 }
 
-// The total of `count` parts in each of `lanes` lanes, to all of them. Moments are not merged in
+// The total of the moments that the lanes of a warp have, to all of them. They are not merged in
 // pairs, which would take a division for each pair. An empty part has a count of 0.
-template <int lanes = 32, int count>
-__device__ __forceinline__ Moments<float> total_of(const Moments<float> (&parts)[count]) {
-  Sum<float, 2> sums{};
-#pragma unroll
-  for (int at = 0; at < count; ++at) {
-    sums.part[0] += parts[at].part[0];
-    sums.part[1] += parts[at].part[0] * parts[at].part[1];
-  }
-  sums = warp_reduce<lanes>(sums);
+__device__ __forceinline__ Moments<float> total_of(const Moments<float>& of_lane) {
+  const float count = of_lane.part[0];
+  const auto sums = warp_reduce<32>(Sum<float, 2>{{count, count * of_lane.part[1]}});
   const float first = divide(sums.part[1], sums.part[0], 1.0f / sums.part[0]);
-  Sum<float, 2> deviations{};
-#pragma unroll
-  for (int at = 0; at < count; ++at) {
-    const float distance = parts[at].part[1] - first;
-    const float weighed = parts[at].part[0] * distance;
-    deviations.part[0] += parts[at].part[2] + weighed * distance;
-    deviations.part[1] += weighed;
-  }
-  return corrected_moments(sums.part[0], first, warp_reduce<lanes>(deviations));
-}
-template <int lanes = 32, int num_parts, int count>
-__device__ __forceinline__ Sum<float, num_parts> total_of(
-    const Sum<float, num_parts> (&parts)[count]) {
-  Sum<float, num_parts> total = parts[0];
-#pragma unroll
-  for (int at = 1; at < count; ++at) total.merge(parts[at]);
-  return warp_reduce<lanes>(total);
+  const float distance = of_lane.part[1] - first, weighed = count * distance;
+  const Sum<float, 2> deviations{{of_lane.part[2] + weighed * distance, weighed}};
+  return corrected_moments(sums.part[0], first, warp_reduce<32>(deviations));
 }
 
 // x and, if there is one, a residual, on their way to shared memory.
@@ -124,61 +92,33 @@ struct AddedRows {
   }
 };
 
-// Of a warp's packs of a row. sample, samples, for_each: as of warp_moments. RMSNorm: the sum of
-// squares alone.
-template <bool centered, class ForEach>
-__device__ __forceinline__ Moments<float> moments_of_packs(const float (&sample)[8], bool samples,
-                                                           int num_cols, ForEach for_each) {
-  if constexpr (centered) {
-    return warp_moments(sample, samples, num_cols, for_each);
-  } else {
-    Sum<float, 1> squares{};
-    for_each([&](const auto& values) { squares.part[0] += squares_of(values); });
-    return {{0.0f, 0.0f, warp_reduce<32>(squares).part[0]}};
-  }
-}
-
-// Of a row, from the moments of its parts, one in each lane.
-template <bool centered, int lanes>
+// Of a row, from the moments of its parts, one in each lane: mean and rstd.
+template <bool centered>
 __device__ __forceinline__ float2 mean_rstd_of(const Moments<float>& of_lane, int num_cols,
                                                double eps) {
-  const Moments<float> parts[1] = {of_lane};
   Moments<float> total{};
-  if constexpr (centered)
-    total = total_of<lanes>(parts);
-  else
-    total.part[2] = warp_reduce<lanes>(Sum<float, 1>{{of_lane.part[2]}}).part[0];
+  if constexpr (centered) {
+    total = total_of(of_lane);
+  } else {
+    total.part[2] = warp_sum<32>(of_lane.part[2]);
+  }
   return make_float2(total.part[1], uncentered(total.part[2], 1.0f / num_cols, eps).rstd);
 }
 
-template <bool centered, class T>
-__device__ __forceinline__ Pack<T, 8> normalized(const Pack<T, 8>& pack, const float2& mean_rstd,
-                                                 const float (&scales)[8],
-                                                 const float (&biases)[8]) {
-  float values[8];
-  unpack(pack, values);
+// col: in the row. call: has norm_weight and norm_bias.
+template <bool centered, class T, class Call>
+__device__ __forceinline__ void normalize_pack(T* pack, int col, const float2& mean_rstd,
+                                               const Call& call) {
+  float values[8], scales[8], biases[8];
+  call.norm_weight.template load<8>(col, scales);
+  call.norm_bias.template load<8>(col, biases);
+  unpack(load_pack<8>(pack), values);
 #pragma unroll
   for (int at = 0; at < 8; ++at) {
     const float value = centered ? values[at] - mean_rstd.x : values[at];
     values[at] = fma(value * mean_rstd.y, scales[at], biases[at]);
   }
-  return repack<T>(values);
-}
-// col: in the row. call: has norm_weight and norm_bias.
-template <bool centered, class T, class Call>
-__device__ __forceinline__ void normalize_pack(T* pack, int col, const float2& mean_rstd,
-                                               const Call& call) {
-  float scales[8], biases[8];
-  call.norm_weight.template load<8>(col, scales);
-  call.norm_bias.template load<8>(col, biases);
-  store_pack<8>(pack, normalized<centered>(load_pack<8>(pack), mean_rstd, scales, biases));
-}
-
-// By one thread, which has them; call: has mean and rstd, null: not wanted.
-template <class Call>
-__device__ __forceinline__ void save_mean_rstd(const Call& call, int row, const float2& mean_rstd) {
-  if (call.mean != nullptr) call.mean[row] = mean_rstd.x;
-  if (call.rstd != nullptr) call.rstd[row] = mean_rstd.y;
+  store_pack<8>(pack, repack<T>(values));
 }
 
 // A thread has every num_threads-th pack of each row, from load to normalize.
@@ -230,6 +170,7 @@ struct NormalizedRows {
     async_commit();
   }
 
+  // Of the warp's packs of a row. RMSNorm: the sum of squares alone.
   __device__ __forceinline__ Moments<float> moments_of(int row) const {
     const int num_packs = num_cols / 8, rest = num_packs % num_threads;
     const int first = threadIdx.x / 32 * 32, of_rest = max(0, min(rest - first, 32));
@@ -237,13 +178,17 @@ struct NormalizedRows {
     const int col = static_cast<int>(threadIdx.x) * 8;
     float sample[8] = {};
     if (col < num_cols) unpack(load_pack<8>(at(row, col)), sample);
-    return moments_of_packs<centered>(sample, col < num_cols, count, [&](auto f) {
+    const auto for_each = [&](auto f) {
       for_each_own(row, [&](const T* pack, int) {
         float values[8];
         unpack(load_pack<8>(pack), values);
         f(values);
       });
-    });
+    };
+    if constexpr (centered) return warp_moments(sample, col < num_cols, count, for_each);
+    float squares = 0;
+    for_each([&](const auto& values) { squares += squares_of(values); });
+    return {{0.0f, 0.0f, warp_sum<32>(squares)}};
   }
 
   template <class Call>
@@ -260,8 +205,11 @@ struct NormalizedRows {
     for (int row = 0; row < num_rows; ++row) {
       const Moments<float> of_warp =
           lane < num_warps ? moments[row * num_warps + lane] : Moments<float>{};
-      const float2 found = mean_rstd_of<centered, 32>(of_warp, num_cols, call.eps);
-      if (blockIdx.x == 0 && threadIdx.x == 0) save_mean_rstd(call, row, found);
+      const float2 found = mean_rstd_of<centered>(of_warp, num_cols, call.eps);
+      if (blockIdx.x == 0 && threadIdx.x == 0) {
+        if (call.mean != nullptr) call.mean[row] = found.x;
+        if (call.rstd != nullptr) call.rstd[row] = found.y;
+      }
       for_each_own(row,
                    [&](T* pack, int col) { normalize_pack<centered>(pack, col, found, call); });
     }

@@ -8,7 +8,6 @@
 // bulk_copy(smem, global, bytes, barrier)   one thread: starts a copy of aligned units of 16 bytes
 // bulk_wait(barrier, phase)                 until the phase is complete; phase counts 0, 1, 2, ...
 // cluster_send(at, value, barrier, rank)    a float to `at` in block `rank`, 4 bytes to its barrier
-// cluster_send_four(at, values, ...)        the same of four floats, to an aligned unit of 16 bytes
 // smem_reload(smem, words)                  loads 16 bytes again, though the compiler may have them
 #pragma once
 
@@ -35,13 +34,6 @@ __device__ __forceinline__ void bulk_wait(unsigned long long* barrier, unsigned 
 __device__ __forceinline__ void cluster_send(float* at, float value, unsigned long long* barrier,
                                              unsigned rank) {
   on_cpu::cluster_send(at, value, barrier, rank);
-}
-__device__ __forceinline__ void cluster_send_four(float* at, const float4& values,
-                                                  unsigned long long* barrier, unsigned rank) {
-  cluster_send(at, values.x, barrier, rank);
-  cluster_send(at + 1, values.y, barrier, rank);
-  cluster_send(at + 2, values.z, barrier, rank);
-  cluster_send(at + 3, values.w, barrier, rank);
 }
 
 __device__ __forceinline__ void smem_reload(const void* smem, unsigned (&words)[4]) {
@@ -101,18 +93,6 @@ __device__ __forceinline__ void cluster_send(float* at, float value, unsigned lo
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %1, [barrier];\n}" ::"r"(
           smem_address(at)),
       "f"(value), "r"(smem_address(barrier)), "r"(rank)
-      : "memory");
-}
-__device__ __forceinline__ void cluster_send_four(float* at, const float4& values,
-                                                  unsigned long long* barrier, unsigned rank) {
-  asm volatile(
-      "{\n.reg .b32 to, barrier;\n"
-      "mapa.shared::cluster.u32 to, %0, %6;\n"
-      "mapa.shared::cluster.u32 barrier, %5, %6;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-      "[to], {%1, %2, %3, %4}, [barrier];\n}" ::"r"(smem_address(at)),
-      "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(smem_address(barrier)),
-      "r"(rank)
       : "memory");
 }
 

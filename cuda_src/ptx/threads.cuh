@@ -23,8 +23,6 @@ __device__ __forceinline__ void cluster_sync() {
   on_cpu::cluster_arrive();
   on_cpu::cluster_wait();
 }
-__device__ __forceinline__ void cluster_arrive() { on_cpu::cluster_arrive(); }
-__device__ __forceinline__ void cluster_wait() { on_cpu::cluster_wait(); }
 template <class T>
 __device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {
   return static_cast<T*>(on_cpu::cluster_map(at, rank));
@@ -52,12 +50,6 @@ __device__ __forceinline__ unsigned cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 template <class T>
 __device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {

@@ -23,7 +23,6 @@ __device__ __forceinline__ void take_registers() {}
 __device__ __forceinline__ unsigned smem_address(const void* smem) {
   return on_cpu::smem_address(smem);
 }
-__device__ __forceinline__ void fence_tile_store() { on_cpu::fence_proxy_async(); }
 __device__ __forceinline__ void products_begin() {}
 __device__ __forceinline__ void products_commit() { on_cpu::products_commit(); }
 template <int pending>
@@ -50,9 +49,6 @@ __device__ __forceinline__ void keep_registers() {
 template <int count>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
-}
-__device__ __forceinline__ void fence_tile_store() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void products_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_ring_sums(
 template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
           class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_ring(
-    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call, unsigned char* smem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call) {
   using Compute = typename LoadX::Compute;
   using Shape = RingShape<tile>;
   constexpr bool adds = StoreDx::adds && gradients.dx;
@@ -69,6 +69,7 @@ __device__ __forceinline__ void backward_ring(
   constexpr int pack_size = tile.pack_size;
   const Slice cols = Shape::part(static_cast<int>(call.num_cols));
   const Turns<tile> turns(call.num_rows);
+  unsigned char* const smem = dynamic_smem();
   const Ring ring(smem);
   unsigned char* parameters = smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16;
 

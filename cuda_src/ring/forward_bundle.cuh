@@ -61,7 +61,7 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
       }
       const auto mean_rstd =
           row_statistics<centered, statistics, Compute>(values, reduce, num_cols, call.eps);
-      call.save(first_row + row, mean_rstd, present && threadIdx.x % tile.threads_per_row == 0);
+      call.save({first_row + row, threadIdx.x % tile.threads_per_row == 0, present}, mean_rstd);
       store.written() = results + own;
       __syncwarp();  // all lanes have read what the results overwrite
       if constexpr (has_sum) values.store_own(sums + own, present);
@@ -78,8 +78,8 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
         if constexpr (has_functor<Store>) {
           Compute y_values[pack_size];
           store.affine(normalized, weights, biases, y_values);
-          store.finish(first_row + row, col_of(pack), store.y + own_col, y_values,
-                       call.template other_y<centered>(first_row + row, mean_rstd), is_written);
+          store.template finish<centered>(call, {first_row + row, col_of(pack), is_written},
+                                          store.y + own_col, y_values, mean_rstd);
         } else {
           store.store(0, own_col, normalized, weights, biases, is_written);
         }

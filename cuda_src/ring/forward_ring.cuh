@@ -8,8 +8,6 @@
 // So moments travel while a row is written, and no barrier stops the block.
 #pragma once
 #include "forward.cuh"
-#include "forward_ring_scaled.cuh"
-#include "load.cuh"
 #include "ring.cuh"
 #include "ring_statistics.cuh"
 
@@ -104,19 +102,43 @@ struct ForwardStreams {
   }
 };
 
-template <bool centered, Statistics statistics, Tile tile, class Load, class Store, class Carried>
-__device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, unsigned char* smem,
-                                             Carried& carried) {
+// Whether a scale belongs to the whole row, so its warps exchange their largest |y|.
+template <class Store>
+constexpr bool scale_crosses_warps = Store::measures_rows && !Store::has_blocks;
+
+// What a warp has, and the steps of a turn.
+template <Tile tile, class SumRow, class ComputeStatistics, class ForEachNormalized, class FreeSlot>
+struct RingSteps {
+  const Turns<tile>& turns;
+  const Slice& cols;
+  const Broadcast<tile>& broadcast;
+  const bool& saves;
+  const SumRow& sum_row;
+  const ComputeStatistics& compute_statistics;
+  const ForEachNormalized& for_each_normalized;
+  const FreeSlot& free_slot;
+};
+// In forward_ring_scaled.cuh, for stores that measure rows. largests: an Exchange<tile, 1>, if the
+// warps of a row share a scale.
+template <bool centered, Tile tile, class Load, class Store, class Kept, class Largests,
+          class Steps>
+__device__ __forceinline__ void forward_ring_scaled(const Forward<Load, Store>& call,
+                                                    const Kept (&kept)[tile.packs_per_thread],
+                                                    const Largests& largests, const Steps& steps);
+
+template <bool centered, Statistics statistics, Tile tile, class Load, class Store>
+__device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call) {
   static_assert(tile.stages >= 2, "a row is still in use when the next one is needed");
   using Compute = typename Load::Compute;
   using Shape = RingShape<tile>;
   using Ring = ForwardRing<tile, Load>;
+  auto carried = call.template start<tile>();
+  unsigned char* const smem = dynamic_smem();
   const Ring ring(smem);
   constexpr bool has_rest = centered && statistics == Statistics::two_pass;
   using MomentExchange = Exchange<tile, has_rest ? 3 : 2>;
-  using Results = KeptResults<Load, Store, tile>;
   // If y is kept in registers until its scales are known, none are left for num_cols and the parts.
-  constexpr bool has_constant_cols = Results::has_scales && tile.exact;
+  constexpr bool has_constant_cols = Store::measures_rows && tile.exact;
   const int num_cols =
       has_constant_cols ? tile.cols() * tile.cluster_size : static_cast<int>(call.num_cols);
   const auto part_of = [&](int source) {
@@ -134,14 +156,20 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
     if (Shape::in_part(pack, cols))
       kept[pack] = call.store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
   }
-  ForwardStreams<tile, Load, Results::crosses_warps> streams(ring, call.load, turns, cols);
+  ForwardStreams<tile, Load, scale_crosses_warps<Store>> streams(ring, call.load, turns, cols);
   typename Ring::Position summed = streams.first(), written = summed;
   fetch_first<tile>(streams, turns.count);
   unsigned char* const beyond_ring = smem + (Ring::smem_bytes + 15) / 16 * 16;
   const Broadcast<tile> broadcast(beyond_ring);
   const MomentExchange exchange(beyond_ring + Broadcast<tile>::smem_bytes);
-  const auto largests = exchange_of_largest<Results, tile>(
-      beyond_ring + Broadcast<tile>::smem_bytes + MomentExchange::smem_bytes);
+  const auto largests = [&] {
+    if constexpr (scale_crosses_warps<Store>) {
+      return Exchange<tile, 1>(beyond_ring + Broadcast<tile>::smem_bytes +
+                               MomentExchange::smem_bytes);
+    } else {
+      return Nothing{};
+    }
+  }();
   ring_sync<tile>();
 
   Compute source_cols[MomentExchange::sources_per_lane];  // columns of the warps that sent moments
@@ -184,9 +212,10 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
   };
   sum_row(0);
   compute_statistics(0);
-  if constexpr (Results::has_scales) {
-    const RingSteps steps{sum_row, compute_statistics, for_each_normalized, free_slot, saves};
-    forward_ring_scaled<centered, tile>(call, turns, cols, kept, broadcast, largests, steps);
+  if constexpr (Store::measures_rows) {
+    const RingSteps steps{
+        turns, cols, broadcast, saves, sum_row, compute_statistics, for_each_normalized, free_slot};
+    forward_ring_scaled<centered, tile>(call, kept, largests, steps);
   } else {
     long long row = turns.first_row;
     for (unsigned turn = 0; turn < turns.count; ++turn) {
@@ -194,12 +223,13 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
       const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
       for_each_normalized(
           row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
-            call.template write_pack<centered>(row, col, normalized, kept[pack],
-                                               Shape::in_part(pack, cols), mean_rstd, carried);
+            call.template write_pack<centered>({row, col, Shape::in_part(pack, cols)}, normalized,
+                                               kept[pack], mean_rstd, carried);
           });
       free_slot(turn);
       compute_statistics(turn + 1);
       row += turns.step;
     }
   }
+  call.finish(carried);
 }

@@ -145,8 +145,9 @@ __device__ __forceinline__ void send_statistics(
   exchange.wait(turn, is_first);
   const RowStatistics<Compute> mean_rstd =
       statistics_of_moments<centered>(exchange, turn, source_cols, num_cols, call.eps);
-  call.save(turns.first_row + turn * turns.step, mean_rstd,
-            is_first && (tile.cluster_size == 1 || cluster_rank() == 0));
+  call.save({turns.first_row + turn * turns.step,
+             is_first && (tile.cluster_size == 1 || cluster_rank() == 0)},
+            mean_rstd);
   if (is_first)
     broadcast.send(turn, make_float4(mean_rstd.first, mean_rstd.rstd, mean_rstd.shift, 0));
 }

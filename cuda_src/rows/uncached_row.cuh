@@ -8,7 +8,7 @@
 //   for_each_pack_with(load, f)    f(col, values, in_row, load(col)); may call load one pack ahead
 //   pack_size, and the constants   as below
 //
-// Other rows: register_row.cuh, smem_row.cuh, ring_row.cuh.
+// Other rows: register_row.cuh, smem_row.cuh, forward_ring.cuh.
 #pragma once
 #include "load.cuh"
 #include "tile.cuh"
@@ -20,7 +20,7 @@ struct UncachedRow {
   // Whether float sums are exact: of as many values of one magnitude as the row has, and of as many
   // equal values. Those of 2^13 equal packs of float16 are: a value has 11 bits, and 11 + 13 is 24.
   static constexpr bool has_exact_sums = false, adds_equals_exactly = false;
-  // Packs of a thread if PackSums (sums.cuh) adds them in pairs, else 0.
+  // Packs of a thread if PackSums (reduce.cuh) adds them in pairs, else 0.
   static constexpr int num_summed_packs = 0;
   // Packs of results that a thread can keep in registers as well, or 0.
   static constexpr int num_kept_results = 0;

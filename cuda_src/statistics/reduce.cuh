@@ -23,7 +23,7 @@ struct Sum {
 };
 
 // Butterfly over groups of `threads` neighbouring lanes; all 32 lanes of the warp must call it. The
-// most distant lanes come first, which continues the order of PackSums (sums.cuh).
+// most distant lanes come first, which continues the order of PackSums (reduce.cuh).
 template <int threads, class Value>
 __device__ __forceinline__ Value warp_reduce(Value value) {
   if constexpr (Value::is_maximum && threads == 32) {

@@ -3,7 +3,7 @@
 // A Tile is a template argument with designated initialisers, so a kernel's name explains itself:
 //   forward_warp<..., Tile{.pack_size = 8, .threads_per_row = 32, .packs_per_thread = 4}>
 #pragma once
-#include "convert.cuh"
+#include "pack.cuh"
 
 constexpr int power_of_two_from(int count) {
   int power = 1;

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..gpu import launch, nvrtc
-from ..gpu.environment import environment, has_gpu
+from ..gpu.nvrtc import environment, has_gpu
 from ..nn import modules
 from ..plan.plans import plan
 from .cells import COPY, EPS, OURS, Cell, LinearCell, cells

@@ -27,7 +27,7 @@ import numpy as np
 
 from .. import reference
 from ..dtypes import compute_dtype
-from ..gpu import arrays, environment, nvrtc
+from ..gpu import arrays, nvrtc
 from ..norm.checks import check_eps
 from ..plan.problem import NormName
 from ..table import printable
@@ -250,7 +250,7 @@ class Library:
         self.name = name or ("torch" if self._torch else "numpy")
         if self.name == "cupy":
             nvrtc.cupy()  # without CuPy, the error says what to install
-            if not environment.has_gpu():
+            if not nvrtc.has_gpu():
                 raise ValueError("library is 'cupy', but CuPy finds no GPU; use 'numpy' or 'torch'")
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..command_line import Appended, Commands, finite, number, positive, several
 from ..dtypes import DTYPES
-from ..gpu import environment, on_cpu
+from ..gpu import nvrtc, on_cpu
 from ..plan import dispatch
 from ..plan.devices import Device
 from ..plan.dispatch import Plan
@@ -184,7 +184,7 @@ def run_kernels(arguments: argparse.Namespace, options: dict[str, float]) -> Che
 
 
 def _with_progress(every: Iterable) -> Iterable:
-    return tqdm(every, desc="checking", unit="case", leave=False)
+    return tqdm(every, desc="checking", unit="case", leave=False, disable=None)
 
 
 def _arrays_of(
@@ -199,7 +199,7 @@ def _arrays_of(
 
 def describe(where: kernels.Machine) -> str:
     """The GPU, the libraries, and where the kernels run."""
-    machine = environment.environment()
+    machine = nvrtc.environment()
     named = {"cupy": "CuPy", "cuda_runtime": "CUDA runtime", "nvrtc": "NVRTC", "torch": "torch"}
     libraries = [
         f"{label} {machine[name]}" if machine[name] else f"no {label}"
@@ -221,7 +221,8 @@ def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
     wanted = [launch.kernel for plan in plans for launch in plan.launches]
     instances = list(dict.fromkeys((each.source, each.name_expression) for each in wanted))
     batch = 4 * (os.cpu_count() or 1)
-    with tqdm(total=len(instances), desc="compiling", unit="kernel", leave=False) as bar:
+    shown = {"desc": "compiling", "unit": "kernel", "leave": False, "disable": None}
+    with tqdm(total=len(instances), **shown) as bar:
         for first in range(0, len(instances), batch):
             part = instances[first : first + batch]
             on_cpu.compile_many(part)

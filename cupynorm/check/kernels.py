@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import DTYPES
-from ..gpu import environment, launch, nvrtc, on_cpu
+from ..gpu import launch, nvrtc, on_cpu
 from ..plan import dispatch
 from ..plan.devices import DEVICES, Device
 from ..plan.instances import Kernel, Launch
@@ -140,10 +140,10 @@ def machine(on: str | None = None, seed: int = 0) -> Machine:
     """
     if on not in (None, "gpu", "cpu"):
         raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
-    if on == "cpu" or (on is None and not environment.has_gpu()):
+    if on == "cpu" or (on is None and not nvrtc.has_gpu()):
         return CpuMachine(seed=seed)
     nvrtc.cupy()  # without CuPy, the error says what to install
-    if not environment.has_gpu():
+    if not nvrtc.has_gpu():
         raise ValueError(
             "on is 'gpu', but CuPy finds no GPU; use on='cpu' to run the same kernels on the CPU"
         )

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..gpu.arrays import type_in_words
-from ..gpu.private_folder import folder_of_process, is_private
-from ..gpu.source_files import source_files
+from ..gpu.nvrtc import folder_of_process, is_private, source_files
 
 Replacements = Sequence[tuple[str, str]]
 Changes = str | Mapping[str, str | Replacements]

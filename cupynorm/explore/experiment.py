@@ -23,8 +23,8 @@ from ..check.run import run_kernels
 from ..check.traps import Trial, default_problem
 from ..dtypes import decode, encode
 from ..gpu import nvrtc
+from ..gpu.nvrtc import source_files
 from ..gpu.on_cpu import OnCpuError
-from ..gpu.source_files import source_files
 from ..norm.request import tile_of
 from ..plan.devices import DEVICES
 from ..plan.dispatch import Plan

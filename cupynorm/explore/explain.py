@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..check.cases import NORMS
 from ..dtypes import DTYPES, ELEMENTS
 from ..gpu import nvrtc, on_cpu
-from ..gpu.source_files import cuda_src
+from ..gpu.nvrtc import cuda_src
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, widest
 from ..plan.instances import Launch

@@ -50,7 +50,7 @@ assert EVENT.itemsize == on_cpu.EVENT_BYTES
 KINDS = ("read", "write", "bulk_load", "send", "wait", "go_on", "arrive", "finish")
 SPACES = ("none", "global", "shared")
 WHATS = ("none", "warp", "block", "cluster", "mbarrier")
-CALLS = ("syncwarp", "shfl", "shfl_up", "shfl_down", "shfl_xor", "ballot")
+CALLS = ("syncwarp", "shfl", "shfl_xor", "ballot")
 SECTOR_BYTES, NUM_BANKS = 32, 32
 _ALIGNMENT = 256  # of what GPUs allocate
 _ACCESSES = [KINDS.index(kind) for kind in ("read", "write", "bulk_load", "send")]

@@ -3,20 +3,34 @@
 An instance is compiled on first use and kept in CuPy's disk cache. The cache key is the source
 text without its headers, so the first line of that text is a digest of all headers. Several
 processes can share the cache, because CuPy writes it by renaming whole files.
+
+Also: the CUDA sources, the libraries of this machine, and the folders for what is compiled.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import datetime
 import hashlib
+import os
+import platform
 import re
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from ..plan.functor_text import FunctorError
 from ..plan.instances import Kernel
-from .source_files import include_options, source_files
 
 # The package is not on PyPI, where anybody may take its name.
 _HOW_TO_INSTALL = (
@@ -34,10 +48,61 @@ class MissingLibraryError(ImportError):
     """
 
 
+# The sources. Kernels are in the folder itself, their parts in folders below it. A file has its
+# name once, so an include names it without its folder.
+
+
+@cache
+def cuda_src() -> Path:
+    """The folder of the .cu files: in an installed package, or beside the package in a checkout."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "cuda_src", package.parent / "cuda_src"):
+        if (folder / "forward_warp.cu").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"the kernels are missing: neither {package / 'cuda_src'} nor "
+        f"{package.parent / 'cuda_src'} has them"
+    )
+
+
+def source_files(folder: Path | None = None) -> dict[str, Path]:
+    """The .cu and .cuh files of a copy of cuda_src, by name; of cuda_src itself by default."""
+    folder = folder or cuda_src()
+    return {path.name: path for path in sorted([*folder.glob("*.cu"), *folder.rglob("*.cuh")])}
+
+
+@cache
+def include_options(folder: Path | None = None) -> tuple[str, ...]:
+    """The compiler options that name the folder, and the folders of its headers."""
+    folder = folder or cuda_src()
+    parents = dict.fromkeys((folder, *(path.parent for path in source_files(folder).values())))
+    return tuple(f"-I{parent}" for parent in parents)
+
+
+def includes(kernel: Kernel) -> str:
+    """The includes of an instance: its file, and headers that only some instances need.
+
+    Those are of its path, of 8 bits, of a residual and of functors.
+    """
+    file, name = kernel.source, kernel.name_expression
+    direction = re.match("backward_few|forward|backward|", file)[0]
+    wanted = {
+        f"{direction}_ring.cuh": "Path::ring" in name,
+        f"{direction}_bundle.cuh": "Path::bundle" in name,
+        "forward_ring_scaled.cuh": "Path::ring" in name and "QuantizeStore<" in name,
+        "quantize_store.cuh": "QuantizeStore<" in name,
+        "sum_load.cuh": "ResidualLoad<" in name or "SumLoad<" in name,
+        "functor.cuh": kernel.functors and direction == "forward",
+        "functor_gradient.cuh": kernel.functors and direction.startswith("backward"),
+    }
+    files = [file, *(header for header, is_wanted in wanted.items() if is_wanted)]
+    return "".join(f'#include "{each}"\n' for each in files)
+
+
 def source(kernel: Kernel, folder: Path | None = None) -> str:
-    """The text that is compiled: a digest of all sources in a comment, an include, functors."""
+    """The text that is compiled: a digest of all sources in a comment, includes, functors."""
     digest = _digest(folder) if folder else _installed_digest()
-    return f'// {digest}\n#include "{kernel.source}"\n{kernel.functors}'
+    return f"// {digest}\n{includes(kernel)}{kernel.functors}"
 
 
 def _digest(folder: Path | None) -> str:
@@ -85,6 +150,52 @@ def version() -> tuple[int, int]:
         raise MissingLibraryError(
             f"NVRTC could not be loaded ({error}); it compiles the kernels: {_HOW_TO_INSTALL}"
         ) from error
+
+
+def has_gpu() -> bool:
+    """Whether CuPy is installed and finds a GPU."""
+    try:
+        return cupy().cuda.runtime.getDeviceCount() > 0
+    except Exception:
+        return False
+
+
+def environment() -> dict[str, str | None]:
+    """GPU, driver, versions and date. A missing one is None. Does not import torch."""
+    from .. import __version__
+
+    names = ("gpu", "driver", "cuda_runtime", "nvrtc", "cupy", "torch")
+    versions: dict[str, str | None] = dict.fromkeys(names)
+    with contextlib.suppress(Exception):  # a library is missing or does not load
+        versions["cupy"] = cupy().__version__
+        number = cupy().cuda.runtime.runtimeGetVersion()
+        versions["cuda_runtime"] = f"{number // 1000}.{number % 1000 // 10}"
+        versions["nvrtc"] = ".".join(map(str, version()))
+    if has_gpu():
+        runtime = cupy().cuda.runtime
+        name = runtime.getDeviceProperties(runtime.getDevice())["name"]
+        versions["gpu"] = name.decode() if isinstance(name, bytes) else name
+        versions["driver"] = _driver()
+    import importlib.metadata  # takes a tenth of the time of importing all of the package
+
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        loaded = getattr(sys.modules.get("torch"), "__version__", None)
+        versions["torch"] = str(loaded or importlib.metadata.version("torch"))
+    return versions | {
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "cupynorm": __version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+        return re.search(r"\d+\.\d+(\.\d+)?", text)[0]
+    except (OSError, TypeError):  # not Linux, or another format
+        number = cupy().cuda.runtime.driverGetVersion()
+        return f"for CUDA {number // 1000}.{number % 1000 // 10}"
 
 
 def function(kernel: Kernel, folder: Path | None = None):
@@ -178,3 +289,116 @@ def _resources(log: str) -> Resources:
     if registers is None or frame is None:
         raise RuntimeError(f"the compiler's report has an unknown format: {log}")
     return Resources(int(registers[1]), *(int(value) for value in frame.groups()))
+
+
+# Folders that only this user can write, for all that is compiled or loaded: what another user could
+# exchange would run as this user. They have mode 0700 and are checked whenever they are used.
+
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_SECONDS_UNTIL_STALE = 24 * 3600
+_temporary: dict[str, Path] = {}  # the folders of this process, or of the one that it is a fork of
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of the user's cache; a temporary one where the cache cannot be written.
+
+    Raises PermissionError where others can write to it or replace it.
+    """
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    home = home if os.path.isabs(home) else os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(os.path.realpath(home)) / "cupynorm" / name
+    try:
+        for each in (*reversed(folder.parents), folder):
+            if not os.path.lexists(each):
+                each.mkdir(0o700, exist_ok=True)
+    except OSError:
+        return _temporary_folder(name, None)
+    _check(folder, (folder, folder.parent))
+    return folder if os.access(folder, os.W_OK | os.X_OK) else _temporary_folder(name, None)
+
+
+def folder_of_process(name: str) -> Path:
+    """A folder in cache_folder(name) that is removed when this process ends."""
+    parent = cache_folder(name)
+    for folder in parent.iterdir():  # of processes that were killed, perhaps on another machine
+        with contextlib.suppress(OSError, ValueError):
+            if time.time() - folder.stat().st_mtime > _SECONDS_UNTIL_STALE:
+                try:
+                    os.kill(int(folder.name.split("-")[0]), 0)
+                except ProcessLookupError:
+                    shutil.rmtree(folder, ignore_errors=True)
+    return _temporary_folder(f"{name} of {parent}", parent)
+
+
+def is_private(path: Path, kind=stat.S_ISREG) -> bool:
+    """Whether a path is a file, or of another kind, that this user alone owns and can write."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    is_own = found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
+    return kind(found.st_mode) and is_own
+
+
+@contextlib.contextmanager
+def locked(path: Path, seconds: float = 120) -> Iterator[None]:
+    """Keeps other processes and threads waiting, for some time, and where the system has locks."""
+    import fcntl
+
+    end = time.monotonic() + seconds
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    is_held = False
+    with contextlib.suppress(OSError):  # a file system without locks
+        while not is_held and time.monotonic() < end:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+            except BlockingIOError:
+                time.sleep(0.02)
+    try:
+        yield
+    finally:
+        if is_held:
+            path.unlink(missing_ok=True)  # who waits for it finds the work done
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the file open too
+        os.close(lock)
+
+
+def _check(folder: Path, ours: tuple[Path, ...]) -> None:
+    """Raises PermissionError unless this user alone can write to the folder or replace it."""
+    own, root = os.geteuid(), 0
+    for each in (folder, *folder.parents):
+        is_ours = each in ours
+        found = os.lstat(each)
+        writable = found.st_mode & _WRITABLE_BY_OTHERS
+        if not is_ours and found.st_gid == os.getegid():  # many homes are writable by their group
+            writable &= stat.S_IWOTH
+        if not stat.S_ISDIR(found.st_mode):
+            wrong, mend = "is not a folder (links are not followed)", f"remove {each}"
+        elif found.st_uid != own and (is_ours or found.st_uid != root):
+            wrong, mend = f"belongs to user {found.st_uid}", f"remove {each}"
+        elif writable and (is_ours or not found.st_mode & stat.S_ISVTX):
+            wrong, mend = "can be written by other users", f"chmod go-w {each}"
+            mend = f"rm -r {each}" if is_ours else mend  # others may have put files there
+        else:
+            continue
+        raise PermissionError(
+            f"{each} {wrong}; expected a folder that only user {own} can change, because compiled "
+            f"code is loaded from it: {mend}, or set XDG_CACHE_HOME to a folder of your own"
+        )
+
+
+def _temporary_folder(key: str, parent: Path | None) -> Path:
+    folder = _temporary.get(key)
+    if folder is None or not is_private(folder, stat.S_ISDIR):
+        prefix = f"{os.getpid()}-" if parent else "cupynorm-"
+        folder = Path(os.path.realpath(tempfile.mkdtemp(prefix=prefix, dir=parent)))
+        atexit.register(_remove, folder, os.getpid())
+        _check(folder, (folder,))
+        _temporary[key] = folder
+    return folder
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child leaves the folder to its parent
+        shutil.rmtree(folder, ignore_errors=True)

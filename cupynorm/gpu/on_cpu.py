@@ -14,16 +14,15 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from ..plan.functor_text import FunctorError
 from ..plan.instances import Kernel
-from .private_folder import cache_folder, is_private, locked
-from .source_files import cuda_src, include_options, source_files
+from . import nvrtc
+from .nvrtc import cache_folder, cuda_src, include_options, is_private, locked
 
 # -ffp-contract=off: results are the same bits on all machines, with or without an fma instruction.
 # Kernels that need an fma call fmaf.
@@ -47,6 +46,8 @@ _SANITIZED_FLAGS = ["-O0"]
 # does. -g names the lines.
 _TRACE_FLAGS = ["-fsanitize=thread", "-O1", "-fno-tree-sra", "-g"]
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+_SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
+_RUNTIME = "cuda_on_cpu_runtime.cpp"
 _MESSAGE_SIZE = 4096
 EVENT_BYTES = 40  # of a trace::Event
 _DIGEST_BYTES = 32  # at the end of each library
@@ -58,16 +59,21 @@ class _Instruments(NamedTuple):
     sanitize: tuple[str, ...] = ()
     traced: bool = False
 
+    def _of_sanitizers(self) -> list[str]:
+        flags = [flag for name in sorted(set(self.sanitize)) for flag in _SANITIZERS[name]]
+        if "address" in self.sanitize and "__clang__" in _compiler_and_macros()[1]:
+            flags.append("-shared-libasan")
+        return flags
+
     def of_kernel(self) -> list[str]:
-        flags = [*_sanitizer_flags(self.sanitize), *(_SANITIZED_FLAGS if self.sanitize else ())]
+        flags = [*self._of_sanitizers(), *(_SANITIZED_FLAGS if self.sanitize else ())]
         return [*flags, *(_TRACE_FLAGS if self.traced else ())]
 
     def of_runtime(self) -> list[str]:
-        return [*_sanitizer_flags(self.sanitize), *(["-DCUPYNORM_TRACE"] if self.traced else ())]
+        return [*self._of_sanitizers(), *(["-DCUPYNORM_TRACE"] if self.traced else ())]
 
 
 _kernels: dict[str, "CpuKernel"] = {}
-_kernels_lock = threading.Lock()
 
 
 class OnCpuError(RuntimeError):
@@ -169,7 +175,14 @@ def kernel(
     Raises OnCpuError if the kernel does not compile, FunctorError if it has functors, and
     NoCompilerError without a C++20 compiler.
     """
-    _check_sanitizers(sanitize)
+    if isinstance(sanitize, str) or set(sanitize) - set(_SANITIZERS):
+        raise OnCpuError(f'sanitize is {sanitize!r}; expected a tuple of "address" and "undefined"')
+    # Loading such a library ends the process unless the sanitizer was preloaded.
+    if "address" in sanitize and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise OnCpuError(
+            "the address sanitizer is not preloaded; expected Python in a subprocess with "
+            "env=sanitized_environment()"
+        )
     instruments = _Instruments(sanitize, traced)
     wanted = Kernel(source, name_expression, functors)
     try:
@@ -191,11 +204,11 @@ def compile_many(
 
 
 def compiler() -> str:
-    """The path of the C++20 compiler.
+    """The command of the C++20 compiler.
 
     It is $CXX if that is set, else the first of c++, g++ and clang++ that supports C++20.
     """
-    return _compiler_and_macros()[0][0]
+    return shlex.join(_compiler_and_macros()[0])
 
 
 def sanitized_environment() -> dict[str, str]:
@@ -212,7 +225,7 @@ def sanitized_environment() -> dict[str, str]:
         path = _run([*command, f"-print-file-name={name}"]).stdout.strip()
         if not os.path.isabs(path):
             raise NoCompilerError(
-                f"{command[0]} has no {name}: install the sanitizer libraries of this compiler."
+                f"{_compiler_in_words()} has no {name}: install its sanitizer libraries."
             )
         libraries.append(os.path.realpath(path))
     return {
@@ -245,7 +258,8 @@ def _find_compiler(cxx: str, path: str) -> tuple[tuple[str, ...], str]:
         standard = re.search(r"#define __cplusplus (\d+)", result.stdout)
         if result.returncode == 0 and standard and int(standard[1]) >= 202002:
             return command, result.stdout
-        refused.append(path_of_program)
+        said = result.stderr.strip().splitlines()[:1]
+        refused.append(": ".join([shlex.join(command), *said]))
     looked = f"$CXX ({cxx})" if cxx.strip() else "c++, g++ and clang++ ($CXX is not set)"
     reason = f"; {' and '.join(refused)} cannot compile C++20" if refused else ""
     raise NoCompilerError(
@@ -258,10 +272,17 @@ def _compiler_and_macros() -> tuple[tuple[str, ...], str]:
     return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
 
-def _run(command: list[str] | tuple[str, ...], text: str = "") -> subprocess.CompletedProcess:
+def _compiler_in_words() -> str:
+    cxx = os.environ.get("CXX", "")
+    return f"$CXX ({cxx})" if cxx.strip() else compiler()
+
+
+def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess:
     # A sanitizer that is preloaded in this process would slow the compiler down.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    return subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
+    # The compiler's messages are in the encoding of its locale.
+    encoding = {"encoding": "utf-8", "errors": "backslashreplace"}
+    return subprocess.run(command, input=text, capture_output=True, env=environment, **encoding)
 
 
 def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> tuple[str, Path]:
@@ -274,19 +295,12 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     # Instruments name the lines of a file by its path.
     paths = [str(folder)] if instruments.of_kernel() else []
     text = (
-        f'#include "cuda_on_cpu.h"\n#include "{source}"\n{functors}'
+        f'#include "cuda_on_cpu.h"\n{nvrtc.includes(kernel)}{functors}'
         'extern "C" const on_cpu::Kernel on_cpu_kernel = '
         f"on_cpu::Instance<&{name_expression}>::kernel;\n"
     )
     # The library contains the runtime's path, so the path is part of the key.
-    key = _digest(
-        _digest_of_included(folder, *_INCLUDE.findall(text)),
-        _digest_of_files(_headers(folder)),
-        text,
-        str(runtime),
-        *flags,
-        *paths,
-    )
+    key = _digest(folder, text, str(runtime), *flags, *paths)
     path = runtime.parent / f"{key}.so"
     if not _is_whole(path):
         libraries = [str(runtime)]
@@ -304,81 +318,51 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
 
 def _runtime(folder: Path, instruments: _Instruments) -> Path:
     """Compiles the scheduler as a separate library, once, because that takes long."""
-    headers = _headers(folder)
-    flags = [*_RUNTIME_FLAGS, *instruments.of_runtime(), f"-I{headers}"]
+    flags = [*_RUNTIME_FLAGS, *instruments.of_runtime(), f"-I{_headers(folder)}"]
     cache = cache_folder("on_cpu")
-    key = _digest(_digest_of_files(headers), str(cache), *flags)
-    path = cache / f"runtime-{key}.so"
+    text = f'#include "{_RUNTIME}"\n'
+    path = cache / f"runtime-{_digest(folder, text, str(cache), *flags)}.so"
     if not _is_whole(path):
-        _build('#include "cuda_on_cpu_runtime.cpp"\n', path, flags, "cuda_on_cpu_runtime.cpp")
+        _build(text, path, flags, _RUNTIME)
     return path
 
 
 def _headers(folder: Path) -> Path:
-    own = Path(folder) / "on_cpu"
+    own = folder / "on_cpu"
     return own if (own / "cuda_on_cpu.h").is_file() else cuda_src() / "on_cpu"
 
 
-def _check_sanitizers(sanitize: tuple[str, ...]) -> None:
-    if isinstance(sanitize, str) or set(sanitize) - set(_SANITIZERS):
-        raise OnCpuError(f'sanitize is {sanitize!r}; expected a tuple of "address" and "undefined"')
-    # Loading such a library ends the process unless the sanitizer was preloaded.
-    if "address" in sanitize and not hasattr(ctypes.CDLL(None), "__asan_init"):
-        raise OnCpuError(
-            "the address sanitizer is not preloaded; expected Python in a subprocess with "
-            "env=sanitized_environment()"
-        )
-
-
-def _sanitizer_flags(sanitize: tuple[str, ...]) -> list[str]:
-    flags = [flag for name in sorted(set(sanitize)) for flag in _SANITIZERS[name]]
-    if "address" in sanitize and "__clang__" in _compiler_and_macros()[1]:
-        flags.append("-shared-libasan")
-    return flags
-
-
 def _build(
-    text: str, path: Path, flags: list[str], name: str, libraries: list[str] | None = None
+    text: str, path: Path, flags: list[str], name: str, libraries: Sequence[str] = ()
 ) -> None:
     command, _ = _compiler_and_macros()
-    with locked(path.with_suffix(".lock")):
-        if not _is_whole(path):  # another process may have built it
-            _build_alone(command, text, path, flags, name, libraries or [])
-
-
-def _build_alone(
-    command: tuple[str, ...],
-    text: str,
-    path: Path,
-    flags: list[str],
-    name: str,
-    libraries: list[str],
-) -> None:
-    # Others may build it too, where there are no locks. Each renames a file of its own.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as building:
-        built = os.path.join(building, path.name)
+    with (
+        locked(path.with_suffix(".lock")),
+        # Others may build it too, where there are no locks. Each renames a file of its own.
+        tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as building,
+    ):
+        if _is_whole(path):  # another process has built it
+            return
+        built = Path(building, path.name)
         if _TRACE_FLAGS[0] in flags:
             # Two commands, because a linker that sees this flag adds the sanitizer's own library.
             compiled = f"{built}.o"
             flags = [flag for flag in flags if flag != "-shared"]
             result = _run([*command, *flags, "-c", "-x", "c++", "-", "-o", compiled], text)
             if result.returncode == 0:
-                result = _run([*command, "-shared", compiled, *libraries, "-o", built])
+                result = _run([*command, "-shared", compiled, *libraries, "-o", str(built)])
         else:
             inputs = ["-x", "c++", "-", "-x", "none", *libraries]
-            result = _run([*command, *flags, *inputs, "-o", built], text)
+            result = _run([*command, *flags, *inputs, "-o", str(built)], text)
         if result.returncode != 0:
-            raise OnCpuError(f"{name} does not compile with {command[0]}:\n{result.stderr.strip()}")
-        _seal(Path(built))
+            raise OnCpuError(
+                f"{name} does not compile with {_compiler_in_words()}:\n{result.stderr.strip()}"
+            )
+        digest = hashlib.sha256(built.read_bytes()).digest()
+        with built.open("ab") as file:  # loaders ignore what is appended
+            file.write(digest)
+        built.chmod(0o700)
         os.replace(built, path)
-
-
-def _seal(library: Path) -> None:
-    """Appends the digest of a library, which loaders ignore."""
-    digest = hashlib.sha256(library.read_bytes()).digest()
-    with library.open("ab") as file:
-        file.write(digest)
-    library.chmod(0o700)
 
 
 def _is_whole(library: Path) -> bool:
@@ -399,50 +383,36 @@ def _has_its_digest(library: Path, *_version: int) -> bool:
 
 
 def _load(name_expression: str, path: Path) -> CpuKernel:
-    with _kernels_lock:
-        if path.name not in _kernels:
-            _kernels[path.name] = CpuKernel(name_expression, path)
-        return _kernels[path.name]
+    # Without a lock, which a forked child could find locked for ever: of two threads one wins.
+    if path.name not in _kernels:
+        _kernels.setdefault(path.name, CpuKernel(name_expression, path))
+    return _kernels[path.name]
 
 
-# The cache on disk.
+# The keys of the cache on disk.
 
 
-def _digest(*parts: str) -> str:
-    macros = _compiler_and_macros()
-    return hashlib.sha256(repr((parts, macros)).encode()).hexdigest()[:32]
-
-
-def _once_if_installed(digest: Callable[..., str]) -> Callable[..., str]:
-    """Reads the installed sources once in a process, and those of other folders at each call."""
-    kept = functools.cache(digest)
-
-    def read(folder: Path, *names: str) -> str:
-        return (kept if folder.is_relative_to(cuda_src()) else digest)(folder, *names)
-
-    return read
-
-
-@_once_if_installed
-def _digest_of_files(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
-
-
-@_once_if_installed
-def _digest_of_included(folder: Path, *names: str) -> str:
-    """The digest of the files of a folder with these names, and of those that they include."""
-    digest = hashlib.sha256()
-    files, left, seen = source_files(folder), [names], set()
+def _digest(folder: Path, text: str, *parts: str) -> str:
+    """Of the compiler, a text, the files of a folder that it includes, and other parts."""
+    files = _texts(folder) if folder != cuda_src() else {}
+    digest, left, seen = hashlib.sha256(), [text], set()
+    digest.update(repr((text, parts, _compiler_and_macros())).encode())
     while left:
-        for name in left.pop():
-            if name in files and name not in seen:
+        for name in _INCLUDE.findall(left.pop()):
+            content = files.get(name) or _installed_texts().get(name)
+            if content and name not in seen:
                 seen.add(name)
-                content = files[name].read_text(encoding="utf-8")
                 digest.update(f"{name} {len(content)}\n{content}".encode())
-                left.append(_INCLUDE.findall(content))
-    return digest.hexdigest()
+                left.append(content)
+    return digest.hexdigest()[:32]
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    """The sources of a folder by name."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
+
+
+@functools.cache
+def _installed_texts() -> dict[str, str]:
+    return _texts(cuda_src())

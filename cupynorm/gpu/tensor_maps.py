@@ -66,5 +66,5 @@ def tensor_map(
 def map_on_cpu(
     address: int, num_rows: int, num_cols: int, row_bytes: int, tile: tuple[int, int]
 ) -> tuple[int, ...]:
-    """The same for kernels on the CPU (cuda_src/on_cpu/matrix_calls.h), of 2-byte elements."""
+    """The same for kernels on the CPU (cuda_src/on_cpu/product_calls.h), of 2-byte elements."""
     return (address, num_cols, num_rows, row_bytes, tile[1], tile[0], *[0] * 10)

@@ -76,7 +76,7 @@ _SHARE_OF_FIRST, _ROWS_OF_LATER, _FEWEST_ROWS_OF_FIRST = 0.9, 2, 4
 def fetches_ahead(problem: Problem, tile: Tile) -> bool:
     """Whether a block that finds the scales of a row in registers prefetches the next row.
 
-    It mirrors fetches_ahead in quantized_write.cuh.
+    It mirrors fetches_ahead in quantized_row.cuh.
     """
     plain = not problem.extras & {"residual", "input", "wide"}
     registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
@@ -195,7 +195,7 @@ def for_few_rows(
 ) -> Tile:
     """The tile, or one that computes the same bits of few rows sooner.
 
-    It has more lanes a row, because PackSums (sums.cuh) adds in the same order for
+    It has more lanes a row, because PackSums (reduce.cuh) adds in the same order for
     any number of lanes. It has more rows a block, because many small blocks take longer to start.
     It loads weight and bias with the row. Rows are few if all are resident at once, in at most 32
     warps of each multiprocessor.

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..command_line import Commands, number
 from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
-from ..gpu import arrays, environment, launch, nvrtc
+from ..gpu import arrays, launch, nvrtc
 from ..norm.prepared import forget
 from ..norm.request import Launch, planned_with
 from .devices import DEVICES, Device
@@ -181,7 +181,7 @@ def device_of(device: str | Device | None) -> Device:
     if isinstance(device, Device):
         return device
     if device is None:
-        if environment.has_gpu():
+        if nvrtc.has_gpu():
             return launch.current_device()
         warnings.warn(
             f"no GPU was found: planned for an {WITHOUT_GPU}; device= names another", stacklevel=3

@@ -329,7 +329,7 @@ def ceil_div(value: int, step: int) -> int:
 
 
 def cols_of_slice(problem: Problem, tile: Tile) -> int:
-    """The most columns of a block of a cluster, as slice() in register_cols.cuh divides them."""
+    """The most columns of a block of a cluster, as slice() in tile.cuh divides them."""
     step = 8 if tile.cluster_size > 1 else 1
     packs = ceil_div(problem.num_cols, tile.pack_size)
     return ceil_div(packs, tile.cluster_size * step) * step * tile.pack_size

@@ -198,7 +198,7 @@ def fold_launch(
 # norm_linear_few.cu: one or two rows.
 
 FEW_SOURCE = "norm_linear_few.cu"
-# The integers of cuda_src/product/weight_units.cuh.
+# The integers of cuda_src/product/norm_linear_few.cu.
 _NUM_WARPS, _PART_COLS = 16, 1024
 _MOST_WEIGHTS = 2**26  # of the default
 MOST_ROWS = 2

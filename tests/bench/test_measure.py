@@ -9,7 +9,7 @@ from cupynorm.bench import measure, peers, report
 from cupynorm.bench.cells import COLS, MODELS, Cell, LinearCell, cells, linear_cells
 from cupynorm.bench.peers import PEERS, Peer, prepare
 from cupynorm.bench.truth import Truth, tensors_of, verify
-from cupynorm.gpu import environment, launch
+from cupynorm.gpu import launch, nvrtc
 from cupynorm.plan.devices import DEVICES
 
 NORMS = ("layer_norm", "rms_norm")
@@ -182,7 +182,7 @@ def test_arguments_are_checked_first():
         measure.bench(peers=["nobody"])
     with pytest.raises(ValueError, match="runs is 0"):
         measure.bench(runs=0)
-    if not environment.has_gpu():
+    if not nvrtc.has_gpu():
         with pytest.raises(ValueError, match="none was found"):
             measure.bench()
 

@@ -128,10 +128,10 @@ def instructions_by_name(cubin: bytes) -> dict[str, int]:
 
 
 def batches(named: dict[str, Kernel]) -> list[dict[str, Kernel]]:
-    """Kernels of one source with the same functors each, at most BATCH together."""
-    by_source: dict[tuple[str, str], list[str]] = {}
+    """Kernels of one source text each, at most BATCH together."""
+    by_source: dict[str, list[str]] = {}
     for name, kernel in named.items():
-        by_source.setdefault((kernel.source, kernel.functors), []).append(name)
+        by_source.setdefault(nvrtc.source(kernel), []).append(name)
     return [
         {name: named[name] for name in names[at : at + BATCH]}
         for names in by_source.values()

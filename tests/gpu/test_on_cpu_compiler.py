@@ -1,8 +1,10 @@
 """Kernels on the CPU: sanitizers, the compiler and the cache of what it compiled."""
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +39,13 @@ print("sum", y.sum())
 
 SCALE = 'instance("packs.cu", "scale_packs").launch(1, 64, words(x.ctypes.data{}, y, {}))'
 BOTH = ("address", "undefined")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitize", [("undefined",), BOTH])
+def test_sanitizers_accept_a_right_kernel(sanitize):
+    result = run_sanitized(sanitize, SCALE.format("", 256))
+    assert (result.returncode, result.stdout) == (0, "sum 2048.0\n"), result.stderr
 
 
 @pytest.mark.slow
@@ -115,6 +124,43 @@ def test_a_compiler_that_is_too_old(monkeypatch, tmp_path):
         on_cpu.compiler()
 
 
+def test_cxx_with_options(monkeypatch):
+    monkeypatch.setenv("CXX", f"{on_cpu.compiler()} -DUNUSED")
+    assert block_sums(True, 0)
+
+
+def program(path: Path, lines: str) -> None:
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+
+
+def test_cxx_that_starts_a_compiler(monkeypatch, tmp_path):
+    cxx = f"ccache {on_cpu.compiler()}"
+    program(tmp_path / "ccache", 'exec "$@"')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert on_cpu.compiler() == f"{tmp_path}/{cxx}"
+    assert block_sums(True, 0)
+    with pytest.raises(OnCpuError, match=rf"does not compile with \$CXX \({re.escape(cxx)}\):"):
+        instance("tile.cu", "tile_sizes<nonsense>")
+
+
+def test_a_message_that_is_not_utf_8(monkeypatch, tmp_path):
+    says = f'case "$*" in *-dM*) exec {on_cpu.compiler()} "$@";; esac'
+    program(tmp_path / "cxx", f"{says}\nprintf 'gr\\374n' >&2\nexit 1")
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    with pytest.raises(OnCpuError, match=r"\$CXX \(.*cxx\):\ngr\\xfcn"):
+        instance("tile.cu", "tile_sizes<float, Tile{1, 32}>")
+
+
+def test_a_kernel_that_does_not_compile():
+    with pytest.raises(OnCpuError, match=r"(?s)tile_sizes.*does not compile.*error"):
+        instance("tile.cu", "tile_sizes<float, Tile{.pack_sizes = 4}>")
+    with pytest.raises(OnCpuError, match=r"there is no missing\.cu"):
+        instance("missing.cu", "missing")
+
+
 def test_a_changed_header_recompiles(tmp_path):
     folder = tmp_path / "kernels"
     shutil.copytree(KERNELS, folder)
@@ -142,6 +188,12 @@ def test_only_what_a_source_includes_recompiles(tmp_path, monkeypatch):
     assert instance("packs.cu", "scale_packs", folder=second) is not kernel
 
 
+def test_the_same_instance_is_compiled_once(monkeypatch):
+    first = instance("packs.cu", "scale_packs")
+    monkeypatch.setattr(on_cpu, "_build", lambda *_: pytest.fail("compiled again"))
+    assert instance("packs.cu", "scale_packs") is first
+
+
 @pytest.mark.slow
 def test_compile_many(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -153,6 +205,24 @@ def test_compile_many(monkeypatch, tmp_path):
         y = np.zeros(1, np.int64)
         kernel.launch(1, 32, words(y))
         assert y[0] == 4 * pack_size
+
+
+@pytest.mark.slow
+def test_two_processes_with_an_empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(__file__).parent}")
+    script = (
+        "import on_cpu_calls; assert all(on_cpu_calls.block_sums(True, seed) for seed in range(3))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in processes:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, stderr
+    made = sorted(path.name.split("-")[0] for path in (tmp_path / "cupynorm" / "on_cpu").iterdir())
+    assert len(made) == 2 and made[1] == "runtime"
 
 
 @pytest.mark.slow

@@ -89,7 +89,6 @@ def test_mask_of_lanes_that_the_block_lacks():
             r"wrote at byte -4, outside the 100 bytes of dynamic shared memory of block \d",
         ),
         ("map_outside", r"maps a pointer that is not in its own block's shared memory"),
-        ("trap", r"thread 9 of block \d called __trap"),
     ],
 )
 def test_faults_of_blocks_and_clusters(fault, sentence):

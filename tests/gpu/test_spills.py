@@ -15,8 +15,7 @@ from nvrtc_here import needs_nvrtc
 
 import cupynorm
 from cupynorm.gpu import nvrtc
-from cupynorm.gpu.nvrtc import Resources, compile_for, source
-from cupynorm.gpu.source_files import cuda_src
+from cupynorm.gpu.nvrtc import Resources, compile_for, cuda_src, source
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
 from cupynorm.plan.grids import fetches_ahead
@@ -144,7 +143,7 @@ def test_spills_are_seen():
     ids=str,
 )
 def test_plan_and_kernel_agree_on_early_fetches(tmp_path, changes):
-    """fetches_ahead of quantized_write.cuh agrees with grids.fetches_ahead."""
+    """fetches_ahead of quantize_store.cuh agrees with grids.fetches_ahead."""
     folder = tmp_path / "cuda_src"
     shutil.copytree(cuda_src(), folder)
     (folder / "says.cu").write_text(
@@ -152,7 +151,8 @@ def test_plan_and_kernel_agree_on_early_fetches(tmp_path, changes):
         "template <class Load, class Store, bool centered, Statistics statistics, Tile tile, "
         "bool expected>\n"
         "__global__ void says() {\n"
-        "  static_assert(fetches_ahead<Load, Store, RegisterRow<Load, tile>, tile> == expected);\n"
+        "  static_assert(Store::template fetches_ahead<Load, RegisterRow<Load, tile>, tile> == "
+        "expected);\n"
         "}\n"
     )
 

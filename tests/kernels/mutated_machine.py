@@ -14,7 +14,7 @@ from cupynorm.check.cases import Problem
 from cupynorm.check.kernels import CpuMachine, uses_welford
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.dtypes import DTYPES
-from cupynorm.gpu.source_files import cuda_src, source_files
+from cupynorm.gpu.nvrtc import cuda_src, source_files
 from cupynorm.plan.devices import Device
 from cupynorm.plan.problem import Tile
 

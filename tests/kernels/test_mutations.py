@@ -70,7 +70,7 @@ dx without the mean of wdy | backward.cuh | lanes
   ((wdy - mean_wdy) - x_hat  =>  (wdy - x_hat
 parameter sums without their barrier | parameter_sums.cuh | lanes
     __syncthreads();\n  =>
-sums of few rows without their barrier | backward_few_row.cuh | few rows
+sums of few rows without their barrier | backward_few_ring.cuh | few rows
     __syncthreads();\n  =>
 a bundle that is waited for with one parity | bundle.cuh | bundle, 8 lanes
   slot, round)  =>  slot, 0)

@@ -9,7 +9,7 @@ import pytest
 from plan_problems import problem_of
 
 import cupynorm
-from cupynorm.gpu import environment
+from cupynorm.gpu import nvrtc
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose, widest
 from cupynorm.plan.plans import plan
@@ -241,7 +241,7 @@ def test_a_plan_takes_short_names():
 
 
 def test_a_plan_without_a_gpu_and_a_device_is_for_an_h200(monkeypatch):
-    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(nvrtc, "has_gpu", lambda: False)
     for function in (plan, lambda num_cols: cupynorm.explain(num_cols).plan):
         with pytest.warns(UserWarning, match="^no GPU was found: planned for an H200; device= nam"):
             assert function(768) == plan(768, device="H200")

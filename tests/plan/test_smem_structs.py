@@ -15,7 +15,7 @@ from tile_problems import QUANTIZED, RING, backward, forward
 
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import on_cpu
-from cupynorm.gpu.source_files import cuda_src
+from cupynorm.gpu.nvrtc import cuda_src
 from cupynorm.plan.model import reduce_bytes, smem_bytes_of
 from cupynorm.plan.problem import Problem, Tile
 
@@ -181,7 +181,7 @@ SIZES = """
 #include "exchange.cuh"
 #include "forward.cuh"
 #include "ring.cuh"
-#include "ring_parameters.cuh"
+#include "backward_ring_inputs.cuh"
 
 struct Sizes {
   long long* sizes;

@@ -12,7 +12,6 @@ enum class Fault {
   write_after,
   write_before,
   map_outside,
-  trap,
 };
 
 struct Nothing {
@@ -48,5 +47,4 @@ __global__ void faulty(Nothing arguments) {
   if (fault == Fault::write_after && thread == 0) smem[100] = 1;
   if (fault == Fault::write_before && thread == 0) smem[-4] = 1;
   if (fault == Fault::map_outside) on_cpu::cluster_map(smem + 4096, 1);
-  if (fault == Fault::trap && thread == 9) __trap();
 }

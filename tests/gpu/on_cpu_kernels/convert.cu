@@ -9,11 +9,11 @@ struct Convert {
 
 struct HalfToFloat {
   using From = __half;
-  static float convert(From x) { return __half22float2(__halves2half2(x, x)).y; }
+  static float convert(From x) { return __half22float2(__half2{x, x}).y; }
 };
 struct BfloatToFloat {
   using From = __nv_bfloat16;
-  static float convert(From x) { return __bfloat1622float2(__halves2bfloat162(x, x)).x; }
+  static float convert(From x) { return __bfloat162float(x); }
 };
 struct FloatToHalf {
   using From = float;
@@ -37,5 +37,5 @@ __global__ void convert(Convert arguments) {
   const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
   auto* x = static_cast<const typename Conversion::From*>(arguments.x);
   auto* y = static_cast<decltype(Conversion::convert(*x))*>(arguments.y);
-  __stcs(y + index, Conversion::convert(__ldg(x + index)));
+  y[index] = Conversion::convert(__ldg(x + index));
 }

@@ -1,4 +1,4 @@
-// backward_few_row.cuh -- dx of a row of path `ring`, in registers, where rows are few
+// backward_few_ring.cuh -- dx of a row of path `ring`, in registers, where rows are few
 //
 // A ring takes time to start. Here each thread loads the packs that a ring would bring it, from all
 // blocks of its cluster, and everything is added in the ring's order: dx has the same bits.
@@ -7,8 +7,8 @@
 #include "exchange.cuh"
 
 template <bool centered, Tile tile, class LoadX, class LoadDy, class LoadWeight, class StoreDx>
-__device__ __forceinline__ void backward_ring_row(
-    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call, unsigned char* smem) {
+__device__ __forceinline__ void backward_few_ring(
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call) {
   using Compute = typename LoadX::Compute;
   using Shape = RingShape<tile>;
   using Sources = Exchange<tile>;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void backward_ring_row(
         sums.merge(sum_pack<gradients, centered>(none, none, x_values, dy_values, weight_values,
                                                  gradient, Shape::in_part(pack, cols)));
       });
-  float* const sent = reinterpret_cast<float*>(smem) + 2 * Sources::num_sources * group;
+  float* const sent = reinterpret_cast<float*>(dynamic_smem()) + 2 * Sources::num_sources * group;
   const float of_warp = warp_reduce_two(sums.part[0], sums.part[1]);
   if (threadIdx.x % 16 == 0) sent[has_second() * Sources::num_sources + source] = of_warp;
   __syncthreads();

@@ -1,7 +1,5 @@
-// bulk_copies.h -- mbarriers, and copies that happen late, at a moment that is drawn
+// copies.h -- mbarriers, and copies that happen late, at a moment that is drawn
 #pragma once
-#include <utility>
-
 #include "cuda_on_cpu_trace.h"
 #include "shared_memory.h"
 
