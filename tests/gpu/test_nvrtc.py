@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from nvrtc_here import WHY_MISSING, needs_nvrtc
 
-from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import compile_for, cuda_src, source, source_files
 from cupynorm.plan.instances import Kernel
 from cupynorm.plan.plans import plan
@@ -64,20 +63,6 @@ def test_every_source_file_counts_in_the_digest(folder):
         path.write_text(text)
 
 
-def test_renaming_and_swapping_files_change_the_digest(folder):
-    before = source(KERNEL, folder)
-    files = source_files(folder)
-    tile, threads = files["tile.cuh"].read_bytes(), files["threads.cuh"].read_bytes()
-    files["tile.cuh"].write_bytes(threads)
-    files["threads.cuh"].write_bytes(tile)
-    assert source(KERNEL, folder) != before
-    files["tile.cuh"].write_bytes(tile)
-    files["threads.cuh"].write_bytes(threads)
-    assert source(KERNEL, folder) == before
-    files["tile.cuh"].rename(folder / "tiles.cuh")
-    assert source(KERNEL, folder) != before
-
-
 @needs_nvrtc
 def test_a_changed_header_gives_another_cubin(folder):
     """A copy of the sources gives the same cubin, unless a header that it includes changes."""
@@ -90,47 +75,6 @@ def test_a_changed_header_gives_another_cubin(folder):
     )
     assert compile_for(KERNEL, 90, folder)[0] != original
     assert compile_for(KERNEL, 90)[0] == original
-
-
-COMPILE = """
-import hashlib, sys
-from cupynorm.plan.plans import plan
-from cupynorm.gpu.nvrtc import compile_for
-for line in sys.stdin:  # wait until both processes are up
-    break
-for num_cols in (768, 1000, 8192):
-    kernel = plan(num_cols, 8, device="H200").launches[0].kernel
-    print(hashlib.sha256(compile_for(kernel, 90)[0]).hexdigest(), flush=True)
-"""
-
-
-@needs_nvrtc
-@pytest.mark.slow
-def test_two_processes_compile_at_once():
-    """Each gets the same bits as one process alone."""
-
-    def start() -> subprocess.Popen:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(
-            [sys.executable, "-c", COMPILE], cwd=REPOSITORY, env=environment(), text=True, **pipes
-        )
-
-    processes = [start(), start()]
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate(timeout=300) for process in processes]
-    for process, (_, errors) in zip(processes, outputs):
-        assert process.returncode == 0, errors
-    alone = start().communicate("go\n", timeout=300)[0]
-    assert len(set(alone.split())) == 3
-    assert [output for output, _ in outputs] == [alone, alone]
-
-
-@pytest.mark.gpu
-def test_resources_are_read_of_a_kernel_that_was_compiled_before():
-    """With a driver NVRTC caches what it compiled and does not report again; `tune` asks twice."""
-    assert compile_for(KERNEL, 90) == compile_for(KERNEL, 90)
 
 
 @pytest.mark.gpu
@@ -282,11 +226,3 @@ print(json.dumps({{
         "NVRTC could not be loaded"
     )
     assert found["y"] == [pytest.approx([3 / 12.5**0.5, 4 / 12.5**0.5], rel=1e-15, abs=0)]
-
-
-def test_missing_sources_are_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(nvrtc, "__file__", str(tmp_path / "cupynorm/gpu/any.py"))
-    with pytest.raises(
-        FileNotFoundError, match=rf"neither {tmp_path}/cupynorm/cuda_src nor {tmp_path}/cuda_src"
-    ):
-        cuda_src.__wrapped__()

@@ -124,17 +124,6 @@ def test_a_buffer_used_again_too_early_shows(cluster_size):
     assert not all(reused(False, cluster_size, seed) for seed in SEEDS)
 
 
-def test_the_largest_cluster():
-    cluster_size, block_size = 16, 1024
-    x = np.random.default_rng(0).standard_normal((cluster_size, block_size)).astype(np.float32)
-    y = np.full_like(x, np.nan)
-    exchange = instance("cluster_exchange.cu", "cluster_exchange<Synchronise::both>")
-    exchange.launch(
-        16, block_size, words(x, y), smem_bytes=4 * block_size, cluster_size=cluster_size
-    )
-    assert np.array_equal(y, np.roll(x, -1, axis=0)[:, np.arange(block_size) ^ 1])
-
-
 def doubled_by_bulk_copies(fault, seed):
     num_blocks, num_tiles, block_size = 3, 5, 64
     x, y = (
@@ -243,22 +232,6 @@ def test_sends_that_come_too_early_show(fault):
             return "before mbarrier_init" in str(error) if fault == "before_init" else True
 
     assert any(shows(seed) for seed in SEEDS)
-
-
-def test_two_threads_at_once():
-    wrong = []
-
-    def run():
-        for seed in SEEDS:
-            if not block_sums(True, seed) or not exchanged("both", seed):
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_a_child_that_was_forked_while_another_thread_ran_a_kernel():

@@ -42,13 +42,6 @@ BOTH = ("address", "undefined")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitize", [("undefined",), BOTH])
-def test_sanitizers_accept_a_right_kernel(sanitize):
-    result = run_sanitized(sanitize, SCALE.format("", 256))
-    assert (result.returncode, result.stdout) == (0, "sum 2048.0\n"), result.stderr
-
-
-@pytest.mark.slow
 def test_sanitizers_live_with_fibers_and_faults():
     body = """
 z = np.zeros(16 * 256, np.float32)
@@ -124,11 +117,6 @@ def test_a_compiler_that_is_too_old(monkeypatch, tmp_path):
         on_cpu.compiler()
 
 
-def test_cxx_with_options(monkeypatch):
-    monkeypatch.setenv("CXX", f"{on_cpu.compiler()} -DUNUSED")
-    assert block_sums(True, 0)
-
-
 def program(path: Path, lines: str) -> None:
     path.write_text(f"#!/bin/sh\n{lines}\n")
     path.chmod(0o755)
@@ -188,12 +176,6 @@ def test_only_what_a_source_includes_recompiles(tmp_path, monkeypatch):
     assert instance("packs.cu", "scale_packs", folder=second) is not kernel
 
 
-def test_the_same_instance_is_compiled_once(monkeypatch):
-    first = instance("packs.cu", "scale_packs")
-    monkeypatch.setattr(on_cpu, "_build", lambda *_: pytest.fail("compiled again"))
-    assert instance("packs.cu", "scale_packs") is first
-
-
 @pytest.mark.slow
 def test_compile_many(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -205,24 +187,6 @@ def test_compile_many(monkeypatch, tmp_path):
         y = np.zeros(1, np.int64)
         kernel.launch(1, 32, words(y))
         assert y[0] == 4 * pack_size
-
-
-@pytest.mark.slow
-def test_two_processes_with_an_empty_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(__file__).parent}")
-    script = (
-        "import on_cpu_calls; assert all(on_cpu_calls.block_sums(True, seed) for seed in range(3))"
-    )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in processes:
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 0, stderr
-    made = sorted(path.name.split("-")[0] for path in (tmp_path / "cupynorm" / "on_cpu").iterdir())
-    assert len(made) == 2 and made[1] == "runtime"
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_num_rows_changes_only_the_grid():
             for num_rows in (1, 2, 17, 1000, 131072, 2**31 + 5, 2**40)
         ]
         # Few rows may have one launch backward. Forward they may have more lanes, and load their
-        # parameters early: with the same bits (tests/kernels/test_few_rows.py, test_same_bits.py).
+        # parameters early: with the same bits (tests/kernels/test_widths.py).
         if any(launch.num_row_blocks for launch in made[0].launches):
             assert made[0].launches[0].num_row_blocks == 1
             made = [one for one in made if not one.launches[0].num_row_blocks]
