@@ -463,7 +463,7 @@ def _norm(
 ) -> Any:
     """What layer_norm and rms_norm return. tensors, options: as fields_of_forward takes them."""
     if arrays.is_torch(tensors[0]):
-        from .nn import autograd
+        import cupynorm.nn.autograd as autograd  # `from` takes a microsecond more
 
         return autograd.norm(centered, normalized_shape, tensors, options, return_residual)
     operands, options = fields_of_forward(
@@ -481,13 +481,16 @@ def _norm_forward(
     request = ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options))
     input, *_, functors = operands
     if arrays.is_torch(input) and input.is_meta and is_plain(request):
-        from .nn import autograd
+        import cupynorm.nn.autograd as autograd
 
         return Forward(*autograd.forward_of_meta(request))
     _refuse_jit_trace(input)
     if functors is not None:
         check_seeds_given(functors)
     return calls.forward(request)
+
+
+_PLAIN_GRADIENTS = frozenset(Backward._fields)
 
 
 def _norm_backward(request: BackwardRequest) -> Backward | FusedBackward:
@@ -498,10 +501,11 @@ def _norm_backward(request: BackwardRequest) -> Backward | FusedBackward:
     is_fused = (
         options.dx_dtype is not None
         or options.dresidual_dtype is not None
-        or not {*wanted} <= {*Backward._fields}
+        or not _PLAIN_GRADIENTS.issuperset(wanted)
     )
     if functors is None:
-        made = calls.backward(request)
+        prepared, operands = calls.prepare_backward(request)
+        made = prepared.run(operands)
         return FusedBackward(*made[:4]) if is_fused else Backward(*made[:3])
     check_differentiable(functors)
     check_seeds_given(functors)
@@ -519,7 +523,7 @@ def _refuse_jit_trace(array: object) -> None:
     """Raises NotImplementedError where torch.jit.trace would record the result as a constant."""
     if not arrays.is_torch(array):
         return
-    from .nn import autograd
+    import cupynorm.nn.autograd as autograd
 
     if autograd.is_recorded_by_jit():
         raise NotImplementedError(

@@ -1,11 +1,8 @@
 """Times six models with torch's norms and with cupynorm's, and compares losses and gradients.
 
-    python notebooks/models.py [--models MODEL,..] [--runs RUN,..] [--steps 30] [--quick]
-                               [--phases PHASE,..] [--whole N] [--graphs] [--profile]
-                               [--device cuda] [--jobs N] [--seconds S]
-                               [--json FILE [--resume]]
-                               [--plot FILE] [--docs]
-    python notebooks/models.py --from FILE [--plot FILE] [--docs]
+    python notebooks/models.py [--models MODEL,..] [--runs RUN,..] [--phases PHASE,..]
+                               [--steps 30] [--quick] [--device cuda] [--json FILE]
+    python notebooks/models.py --docs FILE
 
 Weights and inputs are random. All runs of a model share their weights. Each step has a new input,
 on which the runs take turns.
@@ -16,14 +13,9 @@ cupynorm            cupynorm's, by cupynorm.swap_norms      no
 torch-compiled      as torch                                each block
 cupynorm-compiled   as cupynorm                             each block
 
-With --whole N a model has at most N layers and is compiled as one graph, which has the
-addition before each norm. Blocks that are compiled one by one end with that addition.
-
 A step of training is forward and backward: under autocast to bfloat16, or with weights in bfloat16
-where such models are trained so. Inference has all weights in bfloat16; with --graphs it is also
-timed in a CUDA graph, whose step copies its inputs and replays. A CPU computes in float32 and
-compiles only the runs that --runs names. With --profile the time in which kernels are on the GPU is
-measured too.
+where such models are trained so. Inference has all weights in bfloat16. A CPU computes in float32,
+and compiles only the runs that --runs names.
 
 The distance of a run from the run torch is compared as in train_gpt.py: with that of torch's norms
 computed in float64 and rounded once, which roundings alone explain.
@@ -32,24 +24,57 @@ computed in float64 and rounded once, which roundings alone explain.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import json
+import math
 import shlex
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from cupynorm.bench.documents import DOCUMENT, rewrite_table
-from models_decoders import Decoder, Gpt2
-from models_encoders import Bert, Dit, Vit
-from models_report import COMPILED, PHASES, RUNS, Result, plot
-from models_steps import NUM_WARM, Settings, Subject, compile_in_processes, measure, on_gpu
-from tqdm import tqdm
-
-from cupynorm.command_line import Appended, positive, several
 from cupynorm.gpu.nvrtc import environment
+from models_nets import Batch, Bert, Decoder, Dit, Gpt2, Vit
+from tqdm import tqdm
+from train_gpt import norms_in_float64
 
-BLOCKS = {False: "steps", True: "whole"}  # the markers in the document, without and with --whole
+import cupynorm
+from cupynorm.bench.report import quartiles, rewrite_table
+from cupynorm.command_line import Appended, positive, several
+from cupynorm.table import as_markdown, as_text
+
+DOCUMENT = Path("docs/benchmarks.md")
+BACKEND = "inductor"
+NUM_COMPARED, NUM_WARM = 3, 2  # inputs on which runs are compared; steps that are not timed
+RUNS = ("torch", "cupynorm", "torch-compiled", "cupynorm-compiled")
+OTHERS = {"cupynorm": "torch", "cupynorm-compiled": "torch-compiled"}  # what a run gains over
+PHASES, FLOAT64 = ("training", "inference"), "float64"
+# A distance comes from roundings, which vary by chance. The norms of a run cause few of them: the
+# runs share all other roundings, until the first difference spreads.
+CHANCE = 8
+NOISE = 2.0**-16  # of bfloat16's roundings, 2^-9, averaged over many elements
+
+
+class Subject(NamedTuple):
+    """A model to measure.
+
+    sizes, quick: its arguments, and those of --quick. batch: samples in a step, in full and with
+    --quick. weights: dtype in training on a GPU; float32 is computed under autocast to bfloat16.
+    """
+
+    title: str
+    about: str
+    make: Callable[..., torch.nn.Module]
+    sizes: dict[str, Any]
+    quick: dict[str, Any]
+    batch: tuple[int, int]
+    weights: torch.dtype
+
 
 _TINY = {"num_layers": 2, "width": 64}
 _HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -121,140 +146,396 @@ MODELS = {
 }
 
 
-def write_document(result: Result) -> None:
-    """Rewrites the tables of ./docs/benchmarks.md. Raises ValueError if it lacks the markers."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    block = BLOCKS[bool(result.settings.get("whole"))]
-    DOCUMENT.write_text(rewrite_table(text, result.markdown(), block), encoding="utf-8")
+# What was measured.
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    about = "Times six models with torch's norms and with cupynorm's, and compares the results."
-    parser = argparse.ArgumentParser(description=about)
-    add = parser.add_argument
-    everything = ",".join(MODELS)
-    listed, names = {"action": Appended}, several(tuple(MODELS))
-    add("--models", type=names, default=(*MODELS,), help=f"default: {everything}", **listed)
-    shown = f"some of {','.join(RUNS)}; always torch (default: all; on a CPU those not compiled)"
-    add("--runs", type=several(RUNS), help=shown, **listed)
-    add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
-    shown = f"some of {','.join(PHASES)} (default: all)"
-    add("--phases", type=several(PHASES), default=PHASES, help=shown, **listed)
-    add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
-    shown = "compiles models of at most N layers as one graph, not each block"
-    add("--whole", type=positive, metavar="N", default=0, help=shown)
-    add("--graphs", action="store_true", help="times inference in CUDA graphs too, on a GPU")
-    add("--profile", action="store_true", help="measures the time of kernels too, on a GPU")
-    shown = "starts no model that would end later if it took as long as the slowest before"
-    add("--seconds", type=positive, help=shown)
-    add("--jobs", type=positive, default=1, help="processes that compile ahead (1: none)")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=default, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of weights and inputs (0)")
-    add("--from", dest="source", type=Path, metavar="FILE", help="shows a --json file again")
-    add("--json", type=Path, metavar="FILE", help="writes all times and distances")
-    shown = "keeps the phases of models that the --json file has already, and measures the others"
-    add("--resume", action="store_true", help=shown)
-    add("--plot", type=Path, metavar="FILE", help="draws the speeds: .svg, .png")
-    add("--docs", action="store_true", help=f"rewrites the tables of ./{DOCUMENT.as_posix()}")
-    given = parser.parse_args(arguments)
-    if given.runs is None:
-        given.runs = RUNS if on_gpu(given.device) else RUNS[:2]
-    if given.resume and not given.json:
-        parser.error(
-            "--resume is given without --json; expected the file that has the first models"
-        )
-    if given.graphs and "inference" not in given.phases:
-        parser.error("--graphs is given without inference; expected it among --phases")
-    for name in ("graphs", "profile"):
-        if getattr(given, name) and not given.source and not on_gpu(given.device):
-            parser.error(f"--{name} is given with --device {given.device}; expected a GPU")
-    given.steps = given.steps or (3 if given.quick else 30)
-    given.runs = ("torch", *(run for run in given.runs if run != "torch"))
-    return given
+@dataclass
+class Phase:
+    """Training or inference of one model.
 
-
-def resumed(result: Result, file: Path) -> Result:
-    """The result in a file, if there is one: models are added to it.
-
-    Raises ValueError if it was measured with other settings, versions or GPU than `result`.
+    milliseconds: run -> of each step. distances: run -> quantity -> the largest relative distance
+    from the run torch on the same inputs. Quantities are loss and gradients, or outputs.
     """
-    if not file.exists():
-        return result
-    before = Result.from_json(file.read_text(encoding="utf-8"))
-    for label, were, are in (
-        ("settings", before.settings, result.settings),
-        ("environment", before.environment, result.environment),
-    ):
-        for name in are.keys() - {"command", "date"}:
-            was = were.get(name, Settings._field_defaults.get(name))  # of an older file
-            if was != are[name]:
-                raise ValueError(f"--resume: {name} of the {label} is {are[name]}, in {file} {was}")
-    if before.settings["command"] != result.settings["command"]:
-        before.settings["command"] += f" && {result.settings['command']} --resume"
-    return before
+
+    milliseconds: dict[str, list[float]] = field(default_factory=dict)
+    distances: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def gain(self, run: str) -> tuple[float, float] | None:
+        """By which share a run is faster than torch's in the same turn: median, and half the
+        distance between the quartiles. None if one was not measured."""
+        ours, theirs = (self.milliseconds.get(each) for each in (run, OTHERS[run]))
+        if not (ours and theirs):
+            return None
+        low, middle, high = quartiles([b / a - 1 for a, b in zip(ours, theirs)])
+        return middle, (high - low) / 2
+
+    def limit(self, run: str, quantity: str) -> float:
+        """How far a run may be from torch by roundings alone.
+
+        Compiled code rounds in other places, so torch's own compiled run is its measure. Without
+        that run nothing is known: the limit is infinite.
+        """
+        like = [FLOAT64, *(["torch-compiled"] if run.endswith("compiled") else [])]
+        found = [self.distances.get(each, {}).get(quantity, math.inf) for each in like]
+        return CHANCE * max(found) + NOISE
+
+
+@dataclass
+class ModelResult:
+    """A model: its title, what it is, and its phases."""
+
+    title: str
+    about: str
+    phases: dict[str, Phase] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """All measurements of one run of the program.
+
+    environment: GPU, versions, date. settings: command, steps and others. left_out: sentences that
+    say what was not measured, and why.
+    """
+
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    models: dict[str, ModelResult] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        content = json.loads(text)
+        models = {}
+        for name, each in content.pop("models").items():
+            phases = {
+                phase: Phase(found["milliseconds"], found["distances"])
+                for phase, found in each["phases"].items()
+            }
+            models[name] = ModelResult(each["title"], each["about"], phases)
+        return cls(models=models, **content)
+
+    @property
+    def too_far(self) -> list[str]:
+        """A sentence for each distance of our runs that roundings do not explain."""
+        return [
+            f"{model.title}, {phase}: {quantity} of {run} differs from torch's by "
+            f"{distance:.1e}; roundings explain {found.limit(run, quantity):.1e}"
+            for model in self.models.values()
+            for phase, found in model.phases.items()
+            for run, distances in found.distances.items()
+            if run in OTHERS
+            for quantity, distance in distances.items()
+            if not distance <= found.limit(run, quantity)
+        ]
+
+    def introduction(self) -> str:
+        """GPU, versions and date, and how it was measured."""
+        found = self.environment
+        labels = {"driver": "driver", "cuda_runtime": "CUDA", "torch": "torch"}
+        shown = [found.get("gpu") or "CPU"]
+        shown += [f"{label} {found[name]}" for name, label in labels.items() if found.get(name)]
+        shown += [f"cupynorm {found['cupynorm']}", str(found["date"])[:10]]
+        tiny = "Tiny models of the same kinds. " if self.settings["quick"] else ""
+        return (
+            f"{', '.join(shown)}. {tiny}Milliseconds a step: median of {self.settings['steps']} "
+            "steps on fresh random inputs, ± half the distance between the quartiles; the runs "
+            "take turns, and a gain is the median over the turns."
+        )
+
+    def phases(self) -> dict[str, list[tuple[str, Phase]]]:
+        """Phase -> (title, Phase) of each model."""
+        models = self.models.values()
+        return {
+            phase: [(each.title, each.phases[phase]) for each in models if phase in each.phases]
+            for phase in PHASES
+        }
+
+    def runs(self) -> list[str]:
+        """Those that were measured in any model."""
+        every = [each for found in self.phases().values() for _, each in found]
+        return [run for run in RUNS if any(run in each.milliseconds for each in every)]
+
+    def times(self, phase: str) -> list[list[str]]:
+        """The table of times of a phase. A run of cupynorm is followed by its gain over torch."""
+        runs = self.runs()
+        rows = [["model"]]
+        for run in runs:
+            rows[0] += [run.replace("-", " "), *["gain"] * (OTHERS.get(run) in runs)]
+        for title, found in self.phases()[phase]:
+            row = [title]
+            for run in runs:
+                row.append("-")
+                if samples := found.milliseconds.get(run):
+                    low, middle, high = quartiles(samples)
+                    row[-1] = f"{middle:.2f} ± {(high - low) / 2:.2f}"
+                if OTHERS.get(run) in runs:
+                    gain = found.gain(run)
+                    row.append("-" if gain is None else f"{gain[0]:+.1%} ± {100 * gain[1]:.1f}")
+            rows.append(row)
+        return rows
+
+    def distances(self) -> list[list[str]]:
+        """The table of relative distances from the run torch."""
+        runs = [FLOAT64, *(run for run in self.runs() if run != "torch")]
+        rows = [["model", "distance of", "roundings", *(run.replace("-", " ") for run in runs[1:])]]
+        for model in self.models.values():
+            for phase in model.phases.values():
+                for quantity in phase.distances.get(FLOAT64, ()):
+                    found = (phase.distances.get(run, {}).get(quantity) for run in runs)
+                    shown = ["-" if each is None else f"{each:.0e}" for each in found]
+                    rows.append([model.title, quantity, *shown])
+        return rows
+
+    def gains(self) -> list[str]:
+        """A sentence for each of our runs: its least and its greatest gain over torch's run."""
+        sentences = []
+        for run, other in OTHERS.items():
+            ranges = []
+            for phase, models in self.phases().items():
+                gains = [gain[0] for _, found in models if (gain := found.gain(run))]
+                if gains:
+                    ranges.append(f"{min(gains):+.1%} to {max(gains):+.1%} in {phase}")
+            if ranges:
+                what = f"Gain of {run} over {other}".replace("-", " ")
+                sentences.append(f"{what}: {', '.join(ranges)}.")
+        return sentences
+
+    def __str__(self) -> str:
+        lines = [self.introduction()]
+        lines += [f"{model.title}: {model.about}" for model in self.models.values()]
+        for phase, models in self.phases().items():
+            lines += ["", phase, as_text(self.times(phase))] if models else []
+        lines += ["", "relative distance from torch", as_text(self.distances())]
+        lines += ["", *self.gains(), *self.left_out, *(f"TOO FAR: {each}" for each in self.too_far)]
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """The tables of docs/benchmarks.md."""
+        lines = [_wrapped(self.introduction()), ""]
+        lines += [_wrapped(f"- {model.title}: {model.about}.") for model in self.models.values()]
+        for phase, models in self.phases().items():
+            if models:
+                lines += ["", f"{phase.capitalize()}:", "", *as_markdown(self.times(phase), [0])]
+        lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
+        lines += ["", *as_markdown(self.distances(), range(2))]
+        lines += ["", *(_wrapped(f"- {each}") for each in (*self.gains(), *self.left_out))]
+        return "\n".join([*lines, "", f"Made by `{self.settings['command']}`."])
+
+
+def _wrapped(text: str) -> str:
+    """Lines of at most 100 columns. A list item is indented from its second line on."""
+    return textwrap.fill(text, 100, subsequent_indent="  " if text.startswith("- ") else "")
+
+
+# How it is measured.
+
+
+def on_gpu(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def make(subject: Subject, given: argparse.Namespace) -> torch.nn.Module:
+    """A model with random weights, among them those of norms: ones would hide errors in use."""
+    torch.manual_seed(given.seed)
+    with torch.device(given.device), torch.no_grad():
+        model = subject.make(**(subject.quick if given.quick else subject.sizes))
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.to(subject.weights) if on_gpu(given.device) else model
+
+
+def variant_of(model: torch.nn.Module, run: str) -> torch.nn.Module:
+    """A copy of the model for a run. All copies share the parameters."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    model = copy.deepcopy(model, shared)
+    if run == FLOAT64:
+        norms_in_float64(model)
+    if run.startswith("cupynorm"):
+        swapped = cupynorm.swap_norms(model)
+        if swapped.left or not swapped.swapped:
+            raise RuntimeError(f"not all norms were swapped:\n{swapped}")
+    if run.endswith("compiled"):
+        for block in model.blocks:
+            block.compile(backend=BACKEND, fullgraph=True, dynamic=False)
+    return model
+
+
+class Step:
+    """Runs the steps of one phase of a model."""
+
+    def __init__(self, phase: str, subject: Subject, given: argparse.Namespace) -> None:
+        self.trains, self.on_gpu = phase == "training", on_gpu(given.device)
+        self.batch_size = subject.batch[given.quick]
+        self.autocast = self.trains and self.on_gpu and subject.weights is torch.float32
+        self.generator = torch.Generator(given.device).manual_seed(given.seed)
+
+    def batch(self, model: torch.nn.Module) -> Batch:
+        """A new input and target, in the dtype of the weights."""
+        dtype = next(model.parameters()).dtype
+        inputs, target = model.batch(self.batch_size, self.generator)
+        inputs = tuple(
+            each.detach().to(dtype).requires_grad_(each.requires_grad and self.trains)
+            if each.is_floating_point()
+            else each
+            for each in inputs
+        )
+        return inputs, target
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss after backward, or in inference the output. Earlier gradients are dropped."""
+        inputs, target = batch
+        for each in (*model.parameters(), *inputs):
+            each.grad = None
+        if not self.trains:
+            with torch.no_grad():
+                return model(*inputs)
+        in_bfloat16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else None
+        with in_bfloat16 or contextlib.nullcontext():
+            output = model(*inputs)
+        loss = model.loss(output, target)
+        loss.backward()
+        return loss.detach()
+
+    def timed(self, model: torch.nn.Module, batch: Batch) -> float:
+        """Milliseconds until the GPU is done."""
+        wait = torch.cuda.synchronize if self.on_gpu else lambda: None
+        wait()
+        start = time.perf_counter()
+        self(model, batch)
+        wait()
+        return 1e3 * (time.perf_counter() - start)
+
+    def quantities(self, model: torch.nn.Module, batch: Batch) -> dict[str, list[torch.Tensor]]:
+        """What is compared after a step: loss and gradients, or outputs."""
+        result = self(model, batch)
+        if not self.trains:
+            return {"outputs": [result]}
+        return {"loss": [result], "gradients": [each.grad for each in model.parameters()]}
+
+
+def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Of all elements together, relative: the norm of the difference over that of `expected`.
+
+    Raises ArithmeticError if it is not finite.
+    """
+    differences = [(a.double() - b.double()).norm() for a, b in zip(found, expected)]
+    of_expected = torch.stack([each.double().norm() for each in expected]).norm().item()
+    of_difference = torch.stack(differences).norm().item()
+    if not (math.isfinite(of_difference) and 0 < of_expected < math.inf):
+        raise ArithmeticError(f"norms of {of_difference} and {of_expected} are not comparable")
+    return of_difference / of_expected
+
+
+def compare(step: Step, variants: dict[str, torch.nn.Module], phase: Phase) -> dict[str, str]:
+    """Compares all variants on a few inputs, which also compiles. Returns run -> why it failed."""
+    failed: dict[str, str] = {}
+    first = variants["torch"]
+    for _ in range(NUM_COMPARED):
+        batch = step.batch(first)
+        expected = step.quantities(first, batch)
+        for run, model in variants.items():
+            if run == "torch" or run in failed:
+                continue
+            try:
+                found = step.quantities(model, batch)
+                distances = {name: distance(found[name], expected[name]) for name in found}
+            except Exception as error:  # keep the other runs
+                failed[run] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                continue
+            largest = phase.distances.setdefault(run, {})
+            for name, each in distances.items():
+                largest[name] = max(each, largest.get(name, 0.0))
+    return failed
+
+
+def measure(
+    subject: Subject, given: argparse.Namespace, bar: tqdm
+) -> tuple[ModelResult, list[str]]:
+    """One model, and sentences about what failed.
+
+    Each run is first, second, ... equally often, and after each neighbour equally often.
+    """
+    result = ModelResult(subject.title, "tiny" if given.quick else subject.about)
+    left_out, model = [], make(subject, given)
+    variants = {run: variant_of(model, run) for run in ("torch", FLOAT64, *given.runs[1:])}
+    for name in given.phases:
+        step, phase = Step(name, subject, given), Phase()
+        if name == "inference" and step.on_gpu:
+            for variant in variants.values():
+                variant.to(torch.bfloat16)
+        bar.set_description(f"{subject.title}, {name}")
+        failed = compare(step, variants, phase)
+        left_out += [f"{subject.title}, {name}: {run} failed: {why}" for run, why in failed.items()]
+        runs = [run for run in given.runs if run not in failed]
+        for at in range(NUM_WARM + given.steps):
+            batch, turn = step.batch(model), at % len(runs)
+            for run in (runs[turn:] + runs[:turn])[:: -1 if at % 2 else 1]:
+                milliseconds = step.timed(variants[run], batch)
+                if at >= NUM_WARM:
+                    phase.milliseconds.setdefault(run, []).append(round(milliseconds, 4))
+            bar.update()
+        result.phases[name] = phase
+    return result, left_out
 
 
 def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     """Measures, and writes the JSON after each model."""
-    start, slowest = time.perf_counter(), 0.0
-    settings = Settings(
-        given.runs, given.steps, given.quick, given.device, given.seed, given.graphs, given.profile
-    )._replace(whole=given.whole)
     if given.quick and not on_gpu(given.device):
         torch.set_num_threads(1)  # more threads than free cores wait for each other
-    # One backend more for each run, and each phase is compiled again.
+    # Each run, each phase and each model is compiled again.
     torch._dynamo.config.cache_size_limit = 64
-    files = {str(each): each.name for each in (given.json, given.plot) if each}
-    command = [files.get(each, each) for each in arguments if each != "--resume"]
     found = environment() | ({} if on_gpu(given.device) else {"gpu": None, "driver": None})
-    noted = {"command": shlex.join(["python", "notebooks/models.py", *command])}
-    noted |= settings._asdict() | {"runs": [*given.runs]}
-    del noted["phases"]  # each model has its own
-    settings = settings._replace(phases=given.phases)
-    result = Result(found, noted, {}, [])
-    if given.resume:
-        result = resumed(result, given.json)
-    todo = {name: result.missing(name, given.phases) for name in given.models}
-    todo = {name: phases for name, phases in todo.items() if phases}
-    if given.jobs > 1 and set(given.runs) & set(COMPILED):
-        compile_in_processes([MODELS[name] for name in todo], settings, given.jobs)
-    num_phases = sum(len(phases) + given.graphs for phases in todo.values())
-    num_steps = num_phases * (NUM_WARM + given.steps)
-    with tqdm(total=num_steps, unit="step", leave=False) as bar:
-        for name, phases in todo.items():
-            began = time.perf_counter()
-            if given.seconds and began - start + slowest > given.seconds:
-                result.left_out.append(f"{MODELS[name].title} was not started: no time was left.")
-                continue
+    names = {str(given.json): given.json.name} if given.json else {}
+    command = ["python", "notebooks/models.py", *(names.get(each, each) for each in arguments)]
+    noted = {name: getattr(given, name) for name in ("steps", "quick", "device", "seed")}
+    noted = {"command": shlex.join(command), "runs": [*given.runs], **noted}
+    result = Result(found, noted)
+    total = len(given.models) * len(given.phases) * (NUM_WARM + given.steps)
+    with tqdm(total=total, unit="step", leave=False, disable=None) as bar:
+        for name in given.models:
             try:
-                model, failures = measure(MODELS[name], settings._replace(phases=phases), bar)
-                result.add(name, model, [*MODELS])
+                result.models[name], failures = measure(MODELS[name], given, bar)
             except Exception as error:  # keep the other models
                 failures = [f"{MODELS[name].title} failed: {type(error).__name__}: {error}"]
             result.left_out += failures
             if given.json:
                 given.json.write_text(result.to_json() + "\n", encoding="utf-8")
-            if on_gpu(given.device):
-                torch.cuda.empty_cache()
-            slowest = max(slowest, time.perf_counter() - began)
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 if a run failed or differs by more than roundings explain."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    given = parse(arguments)
-    result = (
-        Result.from_json(given.source.read_text(encoding="utf-8"))
-        if given.source
-        else run(given, arguments)
-    )
-    print(result)
-    if given.plot:
-        plot(result, given.plot)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add, listed = parser.add_argument, {"action": Appended}
+    names = several(tuple(MODELS))
+    add("--models", type=names, default=(*MODELS,), help=f"some of {','.join(MODELS)}", **listed)
+    shown = f"some of {','.join(RUNS)}; always torch (all; on a CPU those not compiled)"
+    add("--runs", type=several(RUNS), help=shown, **listed)
+    add("--phases", type=several(PHASES), default=PHASES, help=f"some of {PHASES}", **listed)
+    add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
+    add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=default, help="default: %(default)s")
+    add("--seed", type=int, default=0, help="of weights and inputs (0)")
+    add("--json", type=Path, metavar="FILE", help="writes all times and distances")
+    add("--docs", type=Path, metavar="FILE", help=f"puts a --json file into ./{DOCUMENT}")
+    given = parser.parse_args(arguments)
     if given.docs:
-        write_document(result)
+        result = Result.from_json(given.docs.read_text(encoding="utf-8"))
+        rewrite_table(DOCUMENT, result.markdown(), "steps")
+    else:
+        given.steps = given.steps or (3 if given.quick else 30)
+        given.runs = given.runs or (RUNS if on_gpu(given.device) else RUNS[:2])
+        given.runs = ("torch", *(each for each in given.runs if each != "torch"))
+        result = run(given, arguments)
+    print(result)
     return 1 if result.left_out or result.too_far else 0
 
 

@@ -1,9 +1,6 @@
-"""Times a LayerNormLinear that several GPUs share: the norm of rows that they share, long products
-beside collectives, small calls.
+"""Times a LayerNormLinear that several GPUs share: long products beside collectives, small calls.
 
     torchrun --nproc-per-node 2 notebooks/time_on_ranks.py
-
-With --norm it times the norm alone.
 
 Each result is compared with another way of computing it before it is timed. Without GPUs small
 shapes run on processes of the CPU, whose times mean nothing.
@@ -14,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -24,14 +20,13 @@ from torch import Tensor, distributed
 import cupynorm
 from cupynorm.linear.operands import LinearOptions, Operands
 from cupynorm.linear.products import Pending
-from cupynorm.parallel import ranks, row
+from cupynorm.parallel import ranks
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPUS else "cpu"
 DTYPE = torch.bfloat16 if ON_GPUS else torch.float32
 # rows, and the narrower and the wider side of the weight
 SHAPES = ((8192, 8192, 28672), (4096, 4096, 12288)) if ON_GPUS else ((64, 64, 128),)
-SHARED_ROWS = (8192, 14336) if ON_GPUS else (64, 128)
 WIDTH = 8192 if ON_GPUS else 64  # of small calls
 NUM_RUNS = 10 if ON_GPUS else 2
 NUM_CALLS = 100 if ON_GPUS else 2
@@ -218,62 +213,13 @@ def time_small_calls(mode: str, num_rows: int) -> None:
     say(f"{mode}, {num_rows} rows: {text}")
 
 
-def time_norm_of_shared_rows(centered: bool) -> None:
-    """forward: statistics, their exchange and y. backward: dx and the parameters' gradients."""
-    size, (num_rows, num_cols) = distributed.get_world_size(), SHARED_ROWS
-    group = ranks.Ranks(size, distributed.group.WORLD)
-    options = LinearOptions(centered, 1e-5, False, False, False, None, None)
-    torch.manual_seed(1 + distributed.get_rank())
-    x, dy = (torch.randn(num_rows, num_cols // size, device=DEVICE, dtype=DTYPE) for _ in "xy")
-    weight, bias = (torch.randn(num_cols // size, device=DEVICE, dtype=DTYPE) for _ in "wb")
-    operands = Operands(x, None, weight, bias if centered else None, (), ())
-    part = row.normalize_part(x, centered)
-    statistics = row.statistics_of_rows(x, part, options, group)
-    scale = row.scale_of(operands, options)
-    del part
-
-    def forward() -> Tensor:
-        part = row.normalize_part(x, centered)
-        found = row.statistics_of_rows(x, part, options, group)
-        return row.normalize(operands, options, found, DTYPE, part.x_hat)
-
-    def backward() -> Tensor:
-        x_hat = row.x_hat_of(operands, options, statistics)
-        sums = group.all_reduce(row.sums_of_rows(dy, x_hat, scale, centered)).wait()
-        row.parameter_gradients(dy, x_hat, operands, (True, centered))
-        return row.dx_of(dy, x_hat, scale, sums / num_cols, statistics[-1], DTYPE)
-
-    check_norm(operands, centered, forward())
-    times = [1e3 * milliseconds(call) for call in (forward, backward)]
-    name = "LayerNorm" if centered else "RMSNorm"
-    say("{} x {} {}: forward {:.0f}, backward {:.0f}".format(num_rows, num_cols, name, *times))
-
-
-def check_norm(operands: Operands, centered: bool, y: Tensor) -> None:
-    """Compares y of this rank with the norm of the whole rows in float64."""
-    x, size = operands.input, distributed.get_world_size()
-    parts = [torch.empty_like(x) for _ in range(size)]
-    distributed.all_gather(parts, x)
-    whole = torch.cat(parts, 1).double()
-    whole = whole - whole.mean(1, keepdim=True) if centered else whole
-    right = whole * (whole.square().mean(1, keepdim=True) + 1e-5).rsqrt()
-    right = right.chunk(size, 1)[distributed.get_rank()] * operands.norm_weight
-    right = right if operands.norm_bias is None else right + operands.norm_bias
-    error = (y - right).abs().max() / right.abs().max()
-    assert error < 2 * torch.finfo(DTYPE).eps, error
-
-
 def main() -> None:
     distributed.init_process_group("nccl" if ON_GPUS else "gloo")
     if ON_GPUS:
         torch.cuda.set_device(DEVICE)
     name = torch.cuda.get_device_name() if ON_GPUS else "CPU processes"
     say(f"{distributed.get_world_size()} x {name}, torch {torch.__version__}, {DTYPE}")
-    say("us: the norm of rows that ranks share, without products")
-    for centered in (True, False):
-        time_norm_of_shared_rows(centered)
-    if "--norm" not in sys.argv:
-        time_layers()
+    time_layers()
     wait_for_all()
     distributed.destroy_process_group()
 

@@ -2,7 +2,7 @@
 
     python notebooks/train_gpt.py [--steps 200] [--layers 12] [--width 768] [--batch 64]
                                   [--context 512] [--device cuda]
-                                  [--runs RUN,..] [--json FILE] [--plot FILE]
+                                  [--runs RUN,..] [--json FILE]
 
 All runs have the same initial weights and the same batches. The text is the source code of Python's
 standard library, and a token is a byte. Weights are float32. A GPU computes under autocast to
@@ -214,28 +214,6 @@ def table(trained: dict[str, Trained]) -> str:
     return "\n".join(lines)
 
 
-def plot(trained: dict[str, Trained], path: Path) -> None:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from cupynorm.bench import style
-
-    with rc_context(style.settings()):
-        figure = Figure(figsize=(8, 7), layout="constrained")
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        for at, (run, each) in enumerate(trained.items()):
-            look = style.look(at) | {"markevery": (10 * at, 50)}
-            above.plot(each.losses, label=run, **look)
-            if run != "torch" and "torch" in trained:
-                gaps = [abs(a - b) for a, b in zip(each.losses, trained["torch"].losses)]
-                below.plot(gaps, label=run, **look)
-        above.set_ylabel("loss, nats a byte")
-        above.legend()
-        below.set(xlabel="step", ylabel="distance from torch", yscale="log")
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=metadata)
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
     parser = argparse.ArgumentParser(
         description="Trains a GPT with torch's norms and with cupynorm's, and compares."
@@ -250,7 +228,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
     )
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="writes all losses and times there")
-    parser.add_argument("--plot", type=Path, help="draws the curves there: .svg, .png")
     given = parser.parse_args(arguments)
     runs = given.runs.split(",")
     for run in runs:
@@ -276,11 +253,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
             "runs": {run: each._asdict() for run, each in trained.items()},
         }
         given.json.write_text(json.dumps(content))
-    if given.plot:
-        try:
-            plot(trained, given.plot)
-        except ImportError as error:
-            print(f"no plot: {error}; pip install matplotlib")
     return trained
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -30,38 +31,29 @@ def _num_gpus() -> int:
         return 0
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = _num_gpus()
-    skipped = 0
     for item in items:
-        needed = (
-            2
-            if item.get_closest_marker("multi_gpu")
-            else 1
-            if item.get_closest_marker("gpu")
-            else 0
-        )
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        if not item.get_closest_marker("gpu") and needed == 1:
+            continue
         if needed > num_gpus:
             item.add_marker(
                 pytest.mark.skip(
                     reason=f"needs {needed} GPU{'s' if needed > 1 else ''}, found {num_gpus}"
                 )
             )
-            skipped += 1
-    config.stash[_SKIPPED] = (skipped, num_gpus)
 
 
-_SKIPPED = pytest.StashKey[tuple[int, int]]()
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    skipped, num_gpus = config.stash.get(_SKIPPED, (0, 0))
-    if skipped:
-        terminalreporter.write_line(
-            f"{skipped} tests need more GPUs than the {num_gpus} found and were skipped"
-        )
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for each reason for which tests were skipped, with their number."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(autouse=True)
@@ -83,36 +75,6 @@ def example(request: pytest.FixtureRequest) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """A function that sets the tile of backward and returns the list of plans made from then on.
-
-    A Case names only the tile of forward.
-    """
-    from cupynorm.norm import arguments
-
-    plain = arguments.make_plan
-
-    def give(tile: object) -> list:
-        plans = []
-
-        def make_plan(problem, device, num_rows, **options):
-            plans.append(
-                plain(
-                    problem,
-                    device,
-                    num_rows,
-                    **(options if problem.forward else options | {"tile": tile}),
-                )
-            )
-            return plans[-1]
-
-        monkeypatch.setattr(arguments, "make_plan", make_plan)
-        return plans
-
-    return give
 
 
 @pytest.fixture

@@ -166,11 +166,12 @@ def calls_of(draw: Any, family: Family, most_elements: int) -> Call:
     )
 
 
-def drawn(most_cols: int, most_elements: int, most_calls: int) -> st.SearchStrategy[list[Call]]:
-    """Lists of calls of one family."""
-    return families(most_cols).flatmap(
-        lambda family: st.lists(calls_of(family, most_elements), min_size=1, max_size=most_calls)
-    )
+@st.composite
+def drawn(draw: Any, most_cols: int, most_elements: int, most_calls: int) -> list[Call]:
+    """Calls of one family: a kernel takes as long to compile as some twenty calls."""
+    family = draw(families(most_cols))
+    count = draw(st.integers(1, most_calls))  # a list of hypothesis has six elements in the mean
+    return [draw(calls_of(family, most_elements)) for _ in range(count)]
 
 
 # The values and the tensors.

@@ -32,128 +32,27 @@ from every_matrix import (
     run_scales,
 )
 from every_product import Product, judge_product, products, run_product
-from every_quantized import NUM_FEW, few_multiprocessors, long_quantized, quantized_cases
+from every_quantized import few_multiprocessors, long_quantized, quantized_cases
+from kernel_checks import run
+from kernel_paths import PATHS, Call, calls, case_of
 from quantized_calls import How, judge_values, run_8_bits
 
-from cupynorm.check.cases import Case, random_problem
+from cupynorm.check.cases import Case, Problem, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
 from cupynorm.check.results import CheckResult, Finding, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import nvrtc
-from cupynorm.plan.plans import plan
-from cupynorm.plan.problem import Tile
-from cupynorm.plan.strategies import STRATEGIES
 
-
-def cases() -> list[Case]:
-    every = []
-    for strategy in STRATEGIES:
-        for norm in ("layer_norm", "rms_norm"):
-            # Whole packs, then lone elements and mixed dtypes.
-            every.append(Case(norm, 300, 512, "bfloat16", strategy=strategy))
-            every.append(Case(norm, 5, 255, "float32", weight="float64", strategy=strategy))
-        every.append(
-            Case(
-                "layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True
-            )
-        )
-        every.append(Case("layer_norm", 3, 256, "float64", strategy=strategy, statistics="welford"))
-        every.append(
-            Case(
-                "layer_norm",
-                9,
-                500,
-                "bfloat16",
-                y="float32",
-                strategy=strategy,
-                zero_centered_weight=True,
-            )
-        )
-        # Sums of another dtype, in packs and single elements.
-        options = {
-            "residual": "float32",
-            "dsum": True,
-        }
-        every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, **options))
-        every.append(Case("rms_norm", 7, 255, "float16", strategy=strategy, residual="float32"))
-        every.append(Case("rms_norm", 9, 500, "bfloat16", strategy=strategy, round_x_hat=True))
-        every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, recompute=True))
-        every.append(
-            Case("rms_norm", 7, 255, "float32", strategy=strategy, bias="bfloat16", recompute=True)
-        )
-    # Rows at any address: in bundles of one and of several images, and in rings.
-    for num_cols in (33, 127, 511):
-        every += [
-            Case(norm, 300, num_cols, dtype)
-            for norm, dtype in (("layer_norm", "bfloat16"), ("rms_norm", "float32"))
-        ]
-    # With a residual, and what reaches its sum from elsewhere; the last through a ring.
-    for norm, num_cols, dtype in (
-        ("layer_norm", 127, "bfloat16"),
-        ("rms_norm", 333, "float32"),
-        ("layer_norm", 512, "bfloat16"),
-    ):
-        every.append(Case(norm, 300, num_cols, dtype, residual=True, dsum=True, sm_margin=1))
-    # Few rows, whose backward is one launch: in the lanes of a warp, in a block, as in rings.
-    every += [
-        Case("layer_norm", 9, num_cols, dtype)
-        for num_cols, dtype in ((128, "float16"), (1000, "float64"), (4096, "bfloat16"))
-    ]
-    every += [
-        Case("rms_norm", 9, num_cols, "bfloat16", residual=True, dsum=True)
-        for num_cols in (2049, 9216)
-    ]
-    # Rows in the registers of clusters of 2 to 16 blocks; 200001 and 262144 backward are wider.
-    every += [
-        Case("layer_norm", 2, num_cols, "bfloat16")
-        for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)
-    ]
-    # Rows that are too long for a cluster are read again: uncached.
-    return every + [
-        Case("layer_norm", 5, 2**18 + 8, "float32"),
-        Case("rms_norm", 5, 2**19, "bfloat16"),
-    ]
-
-
-def long_cases() -> list[Case]:
-    """Cases that few_multiprocessors take: each block works on several rows."""
-    margin = {"sm_margin": NUM_FEW // 2}
-    every = [
-        Case("layer_norm", num_rows, num_cols, "bfloat16", **margin)
-        for num_rows, num_cols in ((20, 2049), (3, 33333))
-    ]
-    every += [
-        Case("layer_norm", num_rows, num_cols, "bfloat16", recompute=True, **margin)
-        for num_rows, num_cols in ((40, 1023), (40, 1024), (6, 12288))
-    ]
-    every += [
-        Case("layer_norm", 3, num_cols, "float32", **margin) for num_cols in (200_000, 230_001)
-    ]  # one row fills a ring
-    for strategy, sizes in (("block", (1,)), ("cluster", (2, 16))):
-        for cluster_size in sizes:
-            options = {"strategy": strategy, **margin}
-            # Forward rows in shared memory: other devices and wider rows get them.
-            tile = Tile(8, 64, cluster_size=cluster_size)
-            every.append(Case("layer_norm", 40, 4096, "bfloat16", tile=tile, **options))
-            # Rings: forward of few packs, so that several rounds of them are quick;
-            # backward of the narrowest rows that get one.
-            for dtype, pack_size in (("bfloat16", 8), ("float32", 4)):
-                num_cols = narrowest_ring(dtype, cluster_size)
-                packs_per_thread = max(1, -(-num_cols // (cluster_size * pack_size * 256)))
-                tile = Tile(pack_size, 256, packs_per_thread, cluster_size=cluster_size, stages=2)
-                num_rows = {1: 20, 2: 5, 16: 3}[cluster_size]
-                every.append(Case("layer_norm", num_rows, num_cols, dtype, tile=tile, **options))
-    return every
-
-
-def narrowest_ring(dtype: str, cluster_size: int) -> int:
-    """The fewest columns, a multiple of 1000, whose backward is a ring of such clusters."""
-    for num_cols in range(1000, 200_000, 1000):
-        tile = plan(num_cols, dtype=dtype, direction="backward", device="H200").tile
-        if tile.stages and tile.cluster_size == cluster_size:
-            return num_cols
-    raise ValueError(f"no backward of {dtype} is a ring of clusters of {cluster_size}")
+# Few rows, whose backward is one launch, and rows beyond those of kernel_paths.py.
+WIDE = [
+    *(Case("layer_norm", 9, num_cols, "bfloat16") for num_cols in (128, 4096)),
+    Case("rms_norm", 9, 2049, "bfloat16", residual=True, dsum=True),
+    Case("rms_norm", 9, 9216, "bfloat16", residual=True, dsum=True),
+    *(Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (66000, 131072, 200001, 262144)),
+    Case("layer_norm", 5, 2**18 + 8, "float32"),
+    Case("rms_norm", 5, 2**19, "bfloat16"),
+]
 
 
 class WholeUnits(GpuCheckMachine):
@@ -190,12 +89,15 @@ _COST_OF_LOADING = 2**19  # elements that a sanitizer watches in the time
 
 def steps() -> list[Step]:
     """Everything that is run, in a fixed order."""
-    every = [_step(_run_case, case, case.num_rows * case.num_cols) for case in cases()]
+    every = [
+        _step(_run_call, Call(path, option, {}), PATHS[path].num_cols * 64)
+        for (path, option, _), _ in calls()
+    ]
+    every += [_step(_run_case, case, case.num_cols) for case in WIDE]
     every += [
         _step(_run_quantized, (case, how), case.num_rows * case.num_cols)
         for case, how in quantized_cases()
     ]
-    every += [_step(_run_long, case, case.num_rows * case.num_cols) for case in long_cases()]
     every += [
         _step(_run_long_quantized, (case, how), case.num_rows * case.num_cols)
         for case, how in long_quantized()
@@ -218,10 +120,21 @@ def _step(run: Callable, problem: Any, num_elements: int) -> Step:
     return Step(name, _COST_OF_LOADING + num_elements, partial(run, problem))
 
 
+def _run_call(call: Call, where: GpuCheckMachine) -> list[Finding]:
+    with few_multiprocessors(where):
+        case, backward = case_of(call, where)
+        problem = random_problem(case)
+        return _judged(problem, run(problem, where, backward), where)
+
+
 def _run_case(case: Case, where: GpuCheckMachine) -> list[Finding]:
     problem = random_problem(case)
-    welford = uses_welford(case, where.device)
-    return judge_all(problem, run_kernels(problem, where), rounded_mean=welford)
+    return _judged(problem, run_kernels(problem, where), where)
+
+
+def _judged(problem: Problem, results: dict, where: GpuCheckMachine) -> list[Finding]:
+    welford = problem.case.statistics == "welford" or uses_welford(problem.case, where.device)
+    return judge_all(problem, results, rounded_mean=welford)
 
 
 def _run_quantized(quantized: tuple[Case, How], where: GpuCheckMachine) -> list[Finding]:
@@ -229,11 +142,6 @@ def _run_quantized(quantized: tuple[Case, How], where: GpuCheckMachine) -> list[
     problem = random_problem(case)
     made, _ = run_8_bits(problem, how, where)
     return judge_values(problem, how, made, rounded_mean=uses_welford(case, where.device))
-
-
-def _run_long(case: Case, where: GpuCheckMachine) -> list[Finding]:
-    with few_multiprocessors(where):
-        return _run_case(case, where)
 
 
 def _run_long_quantized(quantized: tuple[Case, How], where: GpuCheckMachine) -> list[Finding]:

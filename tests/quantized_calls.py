@@ -4,6 +4,7 @@ the compute dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,9 +66,10 @@ def run_8_bits(
     problem: Problem,
     how: How,
     where: Machine,
+    make_tensors: Callable[[Machine], Tensors] = Tensors,
 ) -> tuple[dict[str, np.ndarray], Plan]:
     """(outputs in their storage dtypes, what was launched)."""
-    tensors, plan = launch_8_bits(problem, how, where)
+    tensors, plan = launch_8_bits(problem, how, where, make_tensors)
     return tensors.raw(), plan
 
 
@@ -75,10 +77,11 @@ def launch_8_bits(
     problem: Problem,
     how: How,
     where: Machine,
+    make_tensors: Callable[[Machine], Tensors] = Tensors,
 ) -> tuple[Tensors, Plan]:
     """As run_8_bits, without waiting for outputs."""
     case = problem.case
-    tensors = Tensors(where)
+    tensors = make_tensors(where)
     leading = (case.num_rows,)
     shape, dtype = scale_memory(how.quantization, leading, case.num_cols)
     tensors.write("scale_inv", np.full(shape, 2**32 - 1, np.uint32).view(dtype))
@@ -95,11 +98,12 @@ def run_quantized(
     problem: Problem,
     how: How,
     where: Machine,
+    make_tensors: Callable[[Machine], Tensors] = Tensors,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Outputs in their storage dtypes: with y in 8 bits, and with y in the compute dtype."""
     case = problem.case
-    outputs, plan = run_8_bits(problem, how, where)
-    plain = Tensors(where)
+    outputs, plan = run_8_bits(problem, how, where, make_tensors)
+    plain = make_tensors(where)
     options = Launch(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
     run_forward(problem, plain, options, y_dtype=compute_dtype(case.sum).name)
     return outputs, plain.raw()

@@ -29,7 +29,7 @@ LONG = settings(
 
 @pytest.mark.slow
 @QUICK
-@given(calls=drawn(most_cols=96, most_elements=2**12, most_calls=6))
+@given(calls=drawn(most_cols=96, most_elements=2**12, most_calls=8))
 def test_drawn_calls_on_the_cpu(kernels, calls):
     for call in calls:
         check_call(call, "cpu")
@@ -38,7 +38,7 @@ def test_drawn_calls_on_the_cpu(kernels, calls):
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(14))
 @LONG
-@given(calls=drawn(most_cols=2**14, most_elements=2**17, most_calls=64))
+@given(calls=drawn(most_cols=2**14, most_elements=2**14, most_calls=128))
 def test_drawn_calls_on_a_gpu(part, calls):
     for call in calls:
         check_call(call, "cuda")

@@ -1,7 +1,10 @@
-"""Public names: their docstrings, and which of them need torch."""
+"""Public names: their docstrings, the examples in them, and which of them need torch."""
 
 from __future__ import annotations
 
+import ast
+import doctest
+import importlib
 import inspect
 import re
 import subprocess
@@ -12,6 +15,7 @@ import pytest
 from repository_files import REPOSITORY
 
 import cupynorm
+from cupynorm.gpu import on_cpu
 from cupynorm.norm.checks import REMOVED_KEYWORDS
 
 PUBLIC = [name for name in dir(cupynorm) if not name.startswith("_")]
@@ -41,11 +45,64 @@ def test_public_names_are_documented(name):
         text = documented(value)
         missing = [
             argument
-            for argument in inspect.signature(value).parameters
-            if not re.search(rf"\b{argument}\b", text)
+            for argument, given in inspect.signature(value).parameters.items()
+            if given.kind is not given.VAR_KEYWORD and not re.search(rf"\b{argument}\b", text)
         ]
         assert not missing, f"{name} does not say what {', '.join(missing)} is"
         assert "Raises" in text or "Error" in text
+
+
+# Their examples compile kernels for the CPU.
+COMPILED = {"trace", "Trace", "experiment", "Experiment", "functor", "functors"}
+
+
+def docstring_of(name: str) -> str:
+    """The docstring of a public name. That of a constant follows it in its module."""
+    value = getattr(cupynorm, name)
+    if inspect.isclass(value) or inspect.isfunction(value) or inspect.ismodule(value):
+        return inspect.cleandoc(value.__doc__ or "")
+    module = importlib.import_module(f"cupynorm.{cupynorm._NAMES[name]}")
+    body = ast.parse(inspect.getsource(module)).body
+    for node, following in zip(body, body[1:]):
+        if any(getattr(target, "id", "") == name for target in getattr(node, "targets", ())):
+            return inspect.cleandoc(str(following.value.value))
+    return ""
+
+
+def faults(text: str) -> str:
+    """What the examples of a docstring print that they do not show."""
+    import torch
+
+    _, title, rest = text.partition("\n\nExamples:\n")
+    names = {"cupynorm": cupynorm, "np": np, "torch": torch}
+    test = doctest.DocTestParser().get_doctest(rest, names, "example", None, 0)
+    if not title or not any(example.want for example in test.examples):
+        return "it has no example with a result"
+    if any(doctest.SKIP in example.options for example in test.examples):
+        return "an example is skipped"
+    printed: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=printed.append)
+    return "".join(printed)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in COMPILED)) for name in PUBLIC]
+)
+def test_examples_of_public_names(name):
+    pytest.importorskip("torch")
+    if name in COMPILED:
+        try:
+            on_cpu.compiler()
+        except on_cpu.NoCompilerError as error:
+            pytest.skip(str(error))
+    assert not faults(docstring_of(name)), name
+
+
+def test_missing_and_wrong_examples_are_found():
+    pytest.importorskip("torch")
+    assert "no example" in faults("One line.") and faults("One.\n\nExamples:\n    >>> x = 1")
+    assert "Expected:\n    3\nGot:\n    2" in faults("One.\n\nExamples:\n    >>> 1 + 1\n    3")
+    assert not faults("One.\n\nExamples:\n    >>> 1 + 1\n    2\n\nresult: a number.")
 
 
 def test_public_names_are_the_ones_that_resolve():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -109,20 +108,3 @@ def test_type_checkers_know_the_public_names(tool, tmp_path):
     assert not [
         message for message in types if re.search(r'is "(Any|Unknown|object|Module\(.*)"', message)
     ]
-
-
-def test_the_names_for_type_checkers_are_those_that_are_loaded():
-    """The imports under TYPE_CHECKING mirror `_NAMES` and `_MODULES`, each name exported."""
-    tree = ast.parse((ROOT / "cupynorm" / "__init__.py").read_text())
-    block = next(
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
-    imported = {}
-    for node in block.body:
-        assert isinstance(node, ast.ImportFrom) and node.level == 1
-        for alias in node.names:
-            assert alias.asname == alias.name
-            imported[alias.name] = node.module
-    assert imported == cupynorm._NAMES | dict.fromkeys(cupynorm._MODULES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ GUARDED = "notebooks/h200.json"
 
 def bar(items: Any, **shown: Any) -> Any:
     """A progress bar on a terminal, and none in a file."""
-    return tqdm(items, leave=False, disable=not sys.stderr.isatty(), **shown)
+    return tqdm(items, leave=False, disable=None, **shown)
 
 
 def add_to(commands: Commands) -> None:

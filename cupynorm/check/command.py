@@ -184,7 +184,7 @@ def run_kernels(arguments: argparse.Namespace, options: dict[str, float]) -> Che
 
 
 def _with_progress(every: Iterable) -> Iterable:
-    return tqdm(every, desc="checking", unit="case", leave=False)
+    return tqdm(every, desc="checking", unit="case", leave=False, disable=None)
 
 
 def _arrays_of(
@@ -221,7 +221,8 @@ def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
     wanted = [launch.kernel for plan in plans for launch in plan.launches]
     instances = list(dict.fromkeys((each.source, each.name_expression) for each in wanted))
     batch = 4 * (os.cpu_count() or 1)
-    with tqdm(total=len(instances), desc="compiling", unit="kernel", leave=False) as bar:
+    shown = {"desc": "compiling", "unit": "kernel", "leave": False, "disable": None}
+    with tqdm(total=len(instances), **shown) as bar:
         for first in range(0, len(instances), batch):
             part = instances[first : first + batch]
             on_cpu.compile_many(part)

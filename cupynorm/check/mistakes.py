@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from .cases import Problem
 
 Named = tuple[str, np.ndarray]
 
-_NARROW = ("float16", "bfloat16", "float32")
+_NARROW = ("float16", "bfloat16")
 _MOST_STEPS = 4096  # of a sum in 16 bits, one after the other
 _OTHER_EPS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-12)
 
@@ -49,14 +48,6 @@ class Rows:
         self.dsum = 0.0 if problem.dsum is None else problem.dsum
 
 
-class Statistics(NamedTuple):
-    """A wrong mean and rstd, as columns."""
-
-    sentence: str
-    mean: np.ndarray
-    rstd: np.ndarray
-
-
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
     """values rounded once to a dtype, as float64."""
     return decode(encode(values, dtype), dtype)
@@ -78,69 +69,62 @@ def summed_in(values: np.ndarray, dtype: str, axis: int) -> np.ndarray:
     return np.expand_dims(total, axis)
 
 
-def statistics(rows: Rows) -> Iterator[Statistics]:
-    """Wrong statistics of the rows."""
+def statistics(rows: Rows) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Wrong statistics of the rows: a sentence, the mean and rstd as columns."""
     eps, spread, center, n = rows.case.eps, rows.spread, rows.center, rows.n
-    none = np.zeros_like(center)
+    none, rms = np.zeros_like(center), 1 / np.sqrt(rows.square + eps)
     if rows.centered:
-        yield Statistics("the mean is not subtracted from x", none, rows.rstd)
-        rms = 1 / np.sqrt(rows.square + eps)
-        yield Statistics("the mean is not subtracted in the variance", center, rms)
-        yield Statistics("the mean is not subtracted: this is RMSNorm", none, rms)
+        yield "the mean is not subtracted from x", none, rows.rstd
+        yield "the mean is not subtracted in the variance", center, rms
+        yield "the mean is not subtracted: this is RMSNorm", none, rms
+        yield "mean and rstd are swapped", rows.rstd, rows.mean
     else:
         of_var = 1 / np.sqrt(rows.var + eps)
-        yield Statistics("the mean is subtracted: this is LayerNorm", rows.mean, of_var)
-        yield Statistics("the variance stands for the mean square", none, of_var)
-
-    def of(sentence: str, rstd: np.ndarray) -> Statistics:
-        return Statistics(sentence, center, rstd)
-
-    yield of("eps is missing", 1 / np.sqrt(spread))
-    yield of("eps is added outside the square root", 1 / (np.sqrt(spread) + eps))
+        yield "the mean is subtracted: this is LayerNorm", rows.mean, of_var
+        yield "the variance stands for the mean square", none, of_var
+    rstds = {
+        "eps is missing": 1 / np.sqrt(spread),
+        "eps is added outside the square root": 1 / (np.sqrt(spread) + eps),
+        "eps is squared": 1 / np.sqrt(spread + eps**2),
+        "eps is subtracted": 1 / np.sqrt(spread - eps),
+        "eps is added to 1 / sqrt(var), outside the square root": 1 / np.sqrt(spread) + eps,
+        "the larger of var and eps is taken, not var + eps": 1 / np.sqrt(np.maximum(spread, eps)),
+        "the sum of squares is not divided by num_cols": 1 / np.sqrt(spread * n + eps),
+        "the square root of the variance is missing: rstd is 1 / var": rows.rstd**2,
+        "rstd is the standard deviation, not its reciprocal": 1 / rows.rstd,
+        "rstd is 1: x is not divided by the standard deviation": np.ones_like(center),
+    }
     for other in _OTHER_EPS:
         if not np.isclose(other, eps, rtol=1e-3, atol=0):
-            yield of(f"eps is {other:g}, not {eps:g}", 1 / np.sqrt(spread + other))
-    yield of("eps is squared", 1 / np.sqrt(spread + eps**2))
-    yield of("eps is subtracted", 1 / np.sqrt(spread - eps))
-    yield of("eps is added to 1 / sqrt(var), outside the square root", 1 / np.sqrt(spread) + eps)
-    larger = 1 / np.sqrt(np.maximum(spread, eps))
-    yield of("the larger of var and eps is taken, not var + eps", larger)
+            rstds[f"eps is {other:g}, not {eps:g}"] = 1 / np.sqrt(spread + other)
     if n > 1:
         unbiased = 1 / np.sqrt(spread * (n / (n - 1)) + eps)
-        yield of("the variance is divided by num_cols - 1", unbiased)
-    padded = 1 << (n - 1).bit_length()
+        rstds["the variance is divided by num_cols - 1"] = unbiased
+    padded = 1 << (n - 1).bit_length()  # as wide as a row is in a block of a power of two
     if padded > n:
         words = f"the sum of squares is divided by {padded}, not by {n} columns"
-        yield of(words, 1 / np.sqrt(spread * n / padded + eps))
-    if padded > n and rows.centered:
-        beyond = 1 / np.sqrt(spread + rows.mean**2 * (padded - n) / n + eps)
+        rstds[words] = 1 / np.sqrt(spread * n / padded + eps)
         words = f"the variance counts {padded - n} elements beyond the row as (0 - mean)^2: mask "
-        yield of(words + "x - mean, not x alone", beyond)
-    yield of("the sum of squares is not divided by num_cols", 1 / np.sqrt(spread * n + eps))
-    yield of("the square root of the variance is missing: rstd is 1 / var", rows.rstd**2)
-    yield of("rstd is the standard deviation, not its reciprocal", 1 / rows.rstd)
-    yield of("rstd is 1: x is not divided by the standard deviation", np.ones_like(center))
+        beyond = spread + rows.mean**2 * (padded - n) / n
+        rstds[words + "x - mean, not x alone"] = 1 / np.sqrt(beyond + eps)
     if rows.centered:
-        yield Statistics("mean and rstd are swapped", rows.rstd, rows.mean)
         absolute = np.abs(rows.x - rows.mean).mean(axis=1, keepdims=True)
-        words = "the mean of |x - mean| stands for the standard deviation"
-        yield of(words, 1 / (absolute + eps))
+        rstds["the mean of |x - mean| stands for the standard deviation"] = 1 / (absolute + eps)
         rest = np.sqrt(np.maximum(rows.square - rows.mean, 0) + eps)
-        yield of("the mean is not squared in E[x^2] - E[x]^2", 1 / rest)
-    for dtype in _NARROW[:2]:
-        if DTYPES[dtype].digits <= DTYPES[rows.case.x].digits and n <= _MOST_STEPS:
-            yield from _narrow_statistics(rows, dtype)
-
-
-def _narrow_statistics(rows: Rows, dtype: str) -> Iterator[Statistics]:
-    eps, n = rows.case.eps, rows.n
-    mean, rstd = round_to(rows.center, dtype), round_to(rows.rstd, dtype)
-    yield Statistics(f"mean and rstd are rounded to {dtype}", mean, rstd)
-    mean = rows.center
-    if rows.centered:
-        mean = round_to(summed_in(round_to(rows.x, dtype), dtype, 1) / n, dtype)
-    square = round_to(summed_in(round_to((rows.x - mean) ** 2, dtype), dtype, 1) / n, dtype)
-    yield Statistics(f"the statistics are accumulated in {dtype}", mean, 1 / np.sqrt(square + eps))
+        rstds["the mean is not squared in E[x^2] - E[x]^2"] = 1 / rest
+    for sentence, rstd in rstds.items():
+        yield sentence, center, rstd
+    for dtype in _NARROW:
+        if DTYPES[dtype].digits > DTYPES[rows.case.x].digits or n > _MOST_STEPS:
+            continue
+        rounded = round_to(center, dtype), round_to(rows.rstd, dtype)
+        yield f"mean and rstd are rounded to {dtype}", *rounded
+        mean = center
+        if rows.centered:
+            mean = round_to(summed_in(round_to(rows.x, dtype), dtype, 1) / n, dtype)
+        squares = summed_in(round_to((rows.x - mean) ** 2, dtype), dtype, 1)
+        rstd = 1 / np.sqrt(round_to(squares / n, dtype) + eps)
+        yield f"the statistics are accumulated in {dtype}", mean, rstd
 
 
 def of_statistics(rows: Rows, tensor: str, mean: np.ndarray, rstd: np.ndarray) -> np.ndarray:
@@ -157,19 +141,41 @@ def of_statistics(rows: Rows, tensor: str, mean: np.ndarray, rstd: np.ndarray) -
 
 def candidates(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Named]:
     """Each mistake that is tried for a tensor. expected: its right values."""
-    makers = {"y": _of_y, "dx": _of_dx, "dweight": _of_dweight, "dbias": _of_dbias}
-    if tensor in makers:
-        yield from makers[tensor](rows)
+    if tensor == "y":
+        yield from _of_y(rows).items()
+        for axis, words in (
+            (0, "each column, over the rows"),
+            (None, "the whole tensor, not of rows"),
+        ):
+            mean = rows.x.mean(axis=axis, keepdims=True) * rows.centered
+            square = ((rows.x - mean) ** 2).mean(axis=axis, keepdims=True)
+            what = "mean and rstd are" if rows.centered else "rstd is"
+            rstd = 1 / np.sqrt(square + rows.case.eps)
+            yield f"{what} of {words}", of_statistics(rows, tensor, mean, rstd)
+    if tensor == "dx":
+        for sentence, dx in _of_dx(rows).items():
+            yield sentence, dx + rows.dsum
+        if rows.problem.dsum is not None:
+            yield "dsum is not added", _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
+    if tensor == "dweight":
+        yield from _of_dweight(rows).items()
+        yield from _sums(rows.dy * rows.x_hat)
+    if tensor == "dbias":
+        dx = _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
+        yield "it is the sum of dx, not of dy", dx.sum(axis=0)
+        yield "it is dweight: the sum of dy * x_hat", (rows.dy * rows.x_hat).sum(axis=0)
+        yield "dy is multiplied by the weight", rows.wdy.sum(axis=0)
+        if rows.case.num_rows == rows.n:
+            yield "it is summed over columns, not over rows", rows.dy.sum(axis=1)
+        yield from _sums(rows.dy)
     if tensor == "mean":
         yield "it is rstd: mean and rstd are swapped", rows.rstd[:, 0]
         yield "it is the sum: not divided by num_cols", rows.x.sum(axis=1)
-    if tensor == "rstd" and rows.centered:
-        yield "it is the mean: mean and rstd are swapped", rows.mean[:, 0]
     if tensor == "rstd":
         yield "it is the variance", rows.spread[:, 0]
+        yield "it is the mean: mean and rstd are swapped", rows.mean[:, 0]
     if tensor in ("y", "dx", "dweight", "mean", "rstd"):
-        of_other_axes = _wrong_axes(rows) if tensor == "y" else ()
-        for sentence, mean, rstd in (*statistics(rows), *of_other_axes):
+        for sentence, mean, rstd in statistics(rows):
             yield sentence, of_statistics(rows, tensor, mean, rstd)
     for factor, words in ((0.0, "it is 0: not written"), (-1.0, "its sign is wrong")):
         yield words, factor * expected
@@ -201,44 +207,51 @@ def rearrangements(shape: tuple[int, ...]) -> Iterator[tuple[str, Callable]]:
         yield "it is transposed", lambda values: values.T.reshape(shape)
 
 
-def _of_y(rows: Rows) -> Iterator[Named]:
+def _of_y(rows: Rows) -> dict[str, np.ndarray]:
     x_hat, w, bias = rows.x_hat, rows.w, rows.bias
-    if rows.problem.weight is not None:
-        yield "the weight is missing", x_hat + bias
+    has_weight, has_bias = rows.problem.weight is not None, rows.problem.bias is not None
+    at = np.arange(len(rows.x)) % rows.n
+    of_row, bias_of_row = w[at][:, None], bias[at][:, None]
+    made = {"negative values are 0, as after a ReLU": np.maximum(x_hat * w + bias, 0)}
+    if has_weight:
         words, other = _other_centre(rows)
-        yield words, x_hat * other + bias
-        yield "the weight multiplies twice", x_hat * w**2 + bias
-        yield "the weight divides", x_hat / w + bias
-        yield "the weight is that of the row, weight[row]", x_hat * _by_row(rows, w) + bias
-    if rows.problem.bias is not None:
-        yield "the bias is missing", x_hat * w
-        yield "the bias is subtracted", x_hat * w - bias
-        yield "the bias is added twice", x_hat * w + 2 * bias
-        yield "the bias is added before the weight multiplies", (x_hat + bias) * w
-        if rows.problem.weight is not None:
-            yield "weight and bias are missing", x_hat
-            yield "weight and bias are swapped", x_hat * bias + rows.weight
-            of_row = x_hat * _by_row(rows, w) + _by_row(rows, bias)
-            yield "weight and bias are those of the row, weight[row] and bias[row]", of_row
+        made |= {
+            "the weight is missing": x_hat + bias,
+            words: x_hat * other + bias,
+            "the weight multiplies twice": x_hat * w**2 + bias,
+            "the weight divides": x_hat / w + bias,
+            "the weight is that of the row, weight[row]": x_hat * of_row + bias,
+        }
+    if has_bias:
+        made |= {
+            "the bias is missing": x_hat * w,
+            "the bias is subtracted": x_hat * w - bias,
+            "the bias is added twice": x_hat * w + 2 * bias,
+            "the bias is added before the weight multiplies": (x_hat + bias) * w,
+        }
+    if has_weight and has_bias:
+        both = "weight and bias are those of the row, weight[row] and bias[row]"
+        made |= {
+            "weight and bias are missing": x_hat,
+            "weight and bias are swapped": x_hat * bias + rows.weight,
+            both: x_hat * of_row + bias_of_row,
+        }
     for shift, where in ((1, "before"), (-1, "after")):
         other_w, other_bias = np.roll(w, shift), np.roll(bias, shift)
-        if rows.problem.weight is not None:
-            yield f"the weight is that of the column {where}", x_hat * other_w + bias
-        if rows.problem.bias is not None:
-            yield f"the bias is that of the column {where}", x_hat * w + other_bias
-        if rows.problem.weight is not None and rows.problem.bias is not None:
-            both = x_hat * other_w + other_bias
-            yield f"weight and bias are those of the column {where}", both
+        if has_weight:
+            made[f"the weight is that of the column {where}"] = x_hat * other_w + bias
+        if has_bias:
+            made[f"the bias is that of the column {where}"] = x_hat * w + other_bias
+        if has_weight and has_bias:
+            words = f"weight and bias are those of the column {where}"
+            made[words] = x_hat * other_w + other_bias
     if rows.centered:
-        yield (
-            "x * rstd - mean stands for (x - mean) * rstd",
-            (rows.x * rows.rstd - rows.mean) * w + bias,
-        )
-    right = x_hat * w + bias
-    yield "negative values are 0, as after a ReLU", np.maximum(right, 0)
-    for dtype in _NARROW[:2]:
+        words = "x * rstd - mean stands for (x - mean) * rstd"
+        made[words] = (rows.x * rows.rstd - rows.mean) * w + bias
+    for dtype in _NARROW:
         if DTYPES[dtype].digits <= DTYPES[rows.case.dtype("y")].digits:
-            yield f"x_hat is rounded to {dtype}", round_to(x_hat, dtype) * w + bias
+            made[f"x_hat is rounded to {dtype}"] = round_to(x_hat, dtype) * w + bias
+    return made
 
 
 def _other_centre(rows: Rows) -> Named:
@@ -248,117 +261,84 @@ def _other_centre(rows: Rows) -> Named:
     return "1 is added to a weight that is not zero-centred", 1 + rows.weight
 
 
-def _by_row(rows: Rows, values: np.ndarray) -> np.ndarray:
-    """A parameter that is indexed by the row, as a column."""
-    return values[np.arange(len(rows.x)) % rows.n][:, None]
-
-
-def _wrong_axes(rows: Rows) -> Iterator[Statistics]:
-    """Statistics of columns, or of all of x."""
-    for axis, words in ((0, "each column, over the rows"), (None, "the whole tensor, not of rows")):
-        mean = rows.x.mean(axis=axis, keepdims=True) * rows.centered
-        square = ((rows.x - mean) ** 2).mean(axis=axis, keepdims=True)
-        what = "mean and rstd are" if rows.centered else "rstd is"
-        yield Statistics(f"{what} of {words}", mean, 1 / np.sqrt(square + rows.case.eps))
+def _mean(values: np.ndarray) -> np.ndarray:
+    return values.mean(axis=1, keepdims=True)
 
 
 def _gradient(wdy: np.ndarray, x_hat: np.ndarray, rstd: np.ndarray, centered: bool) -> np.ndarray:
-    of_x_hat = x_hat * (wdy * x_hat).mean(axis=1, keepdims=True)
-    return rstd * (wdy - centered * wdy.mean(axis=1, keepdims=True) - of_x_hat)
+    return rstd * (wdy - centered * _mean(wdy) - x_hat * _mean(wdy * x_hat))
 
 
-def _of_dx(rows: Rows) -> Iterator[Named]:
-    for sentence, dx in _of_plain_dx(rows):
-        yield sentence, dx + rows.dsum
-    if rows.problem.dsum is not None:
-        yield "dsum is not added", _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
-
-
-def _of_plain_dx(rows: Rows) -> Iterator[Named]:
-    wdy, x_hat, rstd, dy, n = rows.wdy, rows.x_hat, rows.rstd, rows.dy, rows.n
-    of_mean = wdy.mean(axis=1, keepdims=True) * rows.centered
-    sum_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
-    of_x_hat = x_hat * sum_x_hat
-    if rows.centered:
-        yield "the term mean(wdy) is missing", rstd * (wdy - of_x_hat)
-        yield "both mean terms are missing", rstd * wdy
-    else:
-        extra = wdy.mean(axis=1, keepdims=True)
-        yield "mean(wdy) is subtracted, as in LayerNorm", rstd * (wdy - extra - of_x_hat)
-    yield "the term x_hat * mean(wdy * x_hat) is missing", rstd * (wdy - of_mean)
-    if rows.problem.weight is not None:
-        twice = _gradient(wdy * rows.w, x_hat, rstd, rows.centered)
-        yield "the weight multiplies twice", twice
-        one = "the weight multiplies mean(dy), in the place of mean(wdy)"
-        yield one, rstd * (wdy - rows.w * dy.mean(axis=1, keepdims=True) * rows.centered - of_x_hat)
-        yield "dy is not multiplied by the weight", _gradient(dy, x_hat, rstd, rows.centered)
-        means = dy.mean(axis=1, keepdims=True) * rows.centered
-        means = means + x_hat * (dy * x_hat).mean(axis=1, keepdims=True)
-        yield "the means are those of dy, not of wdy = dy * weight", rstd * (wdy - means)
-        words, other = _other_centre(rows)
-        yield words, _gradient(dy * other, x_hat, rstd, rows.centered)
-        for shift, where in ((1, "before"), (-1, "after")):
-            shifted = dy * np.roll(rows.w, shift)
-            dx = _gradient(shifted, x_hat, rstd, rows.centered)
-            yield f"the weight is that of the column {where}", dx
-        # The weight stands twice in one of the terms, or in both.
-        for factors, name in (
-            ((rows.w, 1), "mean(wdy)"),
-            ((1, rows.w), "x_hat * mean(wdy * x_hat)"),
-            ((rows.w, rows.w), "both mean terms"),
-        ):
-            if rows.centered or factors[0] is not rows.w:
-                outside = rstd * (wdy - factors[0] * of_mean - factors[1] * of_x_hat)
-                inner = [(wdy * factor).mean(axis=1, keepdims=True) for factor in factors[:1]]
-                inner.append((wdy * factors[1] * x_hat).mean(axis=1, keepdims=True))
-                inside = rstd * (wdy - rows.centered * inner[0] - x_hat * inner[1])
-                what = name if name.startswith("both") else f"the term {name}"
-                yield f"the weight stands twice in {what}: it multiplies the mean too", outside
-                yield f"the weight stands twice in {what}: it is squared in the mean", inside
-    both = "the sums are not divided by num_cols"
-    yield both, rstd * (wdy - n * of_mean - n * of_x_hat)
-    one = "the sum of wdy * x_hat is not divided by num_cols"
-    yield one, rstd * (wdy - of_mean - n * of_x_hat)
-    if rows.centered:
-        one = "the sum of wdy is not divided by num_cols"
-        yield one, rstd * (wdy - n * of_mean - of_x_hat)
+def _of_dx(rows: Rows) -> dict[str, np.ndarray]:
+    """Without dsum."""
+    wdy, x_hat, rstd, dy, n, w = rows.wdy, rows.x_hat, rows.rstd, rows.dy, rows.n, rows.w
+    c = rows.centered
+    of_mean, in_x_hat = _mean(wdy) * c, _mean(wdy * x_hat)
+    of_x_hat = x_hat * in_x_hat
     right = wdy - of_mean - of_x_hat
-    yield "rstd is missing", right
-    yield "rstd is squared", rstd**2 * right
-    yield "the mean terms are added, not subtracted", rstd * (wdy + of_mean + of_x_hat)
-    over_rows = rows.centered * wdy.mean(axis=0) + x_hat * (wdy * x_hat).mean(axis=0)
-    yield "the means are over the rows, not over the columns", rstd * (wdy - over_rows)
-    others = {"y": x_hat * rows.w + rows.bias, "x_hat * weight": x_hat * rows.w, "x": rows.x}
-    if rows.centered:
+    over_rows = c * wdy.mean(axis=0) + x_hat * (wdy * x_hat).mean(axis=0)
+    made = {
+        "the term x_hat * mean(wdy * x_hat) is missing": rstd * (wdy - of_mean),
+        "the sums are not divided by num_cols": rstd * (wdy - n * of_mean - n * of_x_hat),
+        "the sum of wdy * x_hat is not divided by num_cols": rstd * (wdy - of_mean - n * of_x_hat),
+        "rstd is missing": right,
+        "rstd is squared": rstd**2 * right,
+        "the mean terms are added, not subtracted": rstd * (wdy + of_mean + of_x_hat),
+        "the means are over the rows, not over the columns": rstd * (wdy - over_rows),
+        "x stands for x_hat in x_hat * mean(wdy * x_hat)": rstd
+        * (wdy - of_mean - rows.x * in_x_hat),
+        "x_hat lacks its factor x_hat in x_hat * mean(wdy * x_hat)": rstd
+        * (wdy - of_mean - in_x_hat),
+    }
+    others = {"y": x_hat * w + rows.bias, "x_hat * weight": x_hat * w, "x": rows.x}
+    if c:
         others["x - mean"] = rows.x - rows.mean
+        made["the term mean(wdy) is missing"] = rstd * (wdy - of_x_hat)
+        made["both mean terms are missing"] = rstd * wdy
+        words = "the sum of wdy is not divided by num_cols"
+        made[words] = rstd * (wdy - n * of_mean - of_x_hat)
+    else:
+        made["mean(wdy) is subtracted, as in LayerNorm"] = rstd * (wdy - _mean(wdy) - of_x_hat)
     for name, other in others.items():
-        inner = wdy - of_mean - other * (wdy * other).mean(axis=1, keepdims=True)
-        yield f"{name} stands for x_hat", rstd * inner
-    in_place = "x stands for x_hat in x_hat * mean(wdy * x_hat)"
-    yield in_place, rstd * (wdy - of_mean - rows.x * sum_x_hat)
-    no_mean = "x_hat lacks its factor x_hat in x_hat * mean(wdy * x_hat)"
-    yield no_mean, rstd * (wdy - of_mean - sum_x_hat)
+        made[f"{name} stands for x_hat"] = rstd * (wdy - of_mean - other * _mean(wdy * other))
+    if rows.problem.weight is None:
+        return made
+    made["the weight multiplies twice"] = _gradient(wdy * w, x_hat, rstd, c)
+    words = "the weight multiplies mean(dy), in the place of mean(wdy)"
+    made[words] = rstd * (wdy - w * _mean(dy) * c - of_x_hat)
+    made["dy is not multiplied by the weight"] = _gradient(dy, x_hat, rstd, c)
+    means = _mean(dy) * c + x_hat * _mean(dy * x_hat)
+    made["the means are those of dy, not of wdy = dy * weight"] = rstd * (wdy - means)
+    words, other = _other_centre(rows)
+    made[words] = _gradient(dy * other, x_hat, rstd, c)
+    for shift, where in ((1, "before"), (-1, "after")):
+        words = f"the weight is that of the column {where}"
+        made[words] = _gradient(dy * np.roll(w, shift), x_hat, rstd, c)
+    # The weight stands twice in the term of the mean, in that of x_hat, or in both.
+    for first, second, name in (
+        (w, 1, "the term mean(wdy)"),
+        (1, w, "the term x_hat * mean(wdy * x_hat)"),
+        (w, w, "both mean terms"),
+    ):
+        words = f"the weight stands twice in {name}: it"
+        outside = wdy - first * of_mean - second * of_x_hat
+        inside = wdy - c * _mean(wdy * first) - x_hat * _mean(wdy * second * x_hat)
+        made[f"{words} multiplies the mean too"] = rstd * outside
+        made[f"{words} is squared in the mean"] = rstd * inside
+    return made
 
 
-def _of_dweight(rows: Rows) -> Iterator[Named]:
-    terms = rows.dy * rows.x_hat
-    yield "it is dbias: the sum of dy", rows.dy.sum(axis=0)
-    yield "x stands for x_hat", (rows.dy * rows.x).sum(axis=0)
+def _of_dweight(rows: Rows) -> dict[str, np.ndarray]:
+    dy, y = rows.dy, rows.x_hat * rows.w + rows.bias
+    made = {
+        "it is dbias: the sum of dy": dy.sum(axis=0),
+        "x stands for x_hat": (dy * rows.x).sum(axis=0),
+        "y stands for x_hat": (dy * y).sum(axis=0),
+        "dy is multiplied by the weight": (dy * rows.x_hat * rows.w).sum(axis=0),
+    }
     if rows.centered:
-        yield "x is not multiplied by rstd", (rows.dy * (rows.x - rows.mean)).sum(axis=0)
-    yield "y stands for x_hat", (rows.dy * (rows.x_hat * rows.w + rows.bias)).sum(axis=0)
-    yield "dy is multiplied by the weight", (terms * rows.w).sum(axis=0)
-    yield from _sums(terms)
-
-
-def _of_dbias(rows: Rows) -> Iterator[Named]:
-    dx = _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
-    yield "it is the sum of dx, not of dy", dx.sum(axis=0)
-    yield "it is dweight: the sum of dy * x_hat", (rows.dy * rows.x_hat).sum(axis=0)
-    yield "dy is multiplied by the weight", rows.wdy.sum(axis=0)
-    if rows.case.num_rows == rows.n:
-        yield "it is summed over columns, not over rows", rows.dy.sum(axis=1)
-    yield from _sums(rows.dy)
+        made["x is not multiplied by rstd"] = (dy * (rows.x - rows.mean)).sum(axis=0)
+    return made
 
 
 def _sums(terms: np.ndarray) -> Iterator[Named]:
@@ -370,6 +350,6 @@ def _sums(terms: np.ndarray) -> Iterator[Named]:
             yield f"the {name} row is not summed", total - terms[row]
         yield "only the first row is summed", terms[0]
         yield "only the last row is summed", terms[-1]
-    for dtype in _NARROW[:2] if len(terms) <= _MOST_STEPS else ():
+    for dtype in _NARROW if len(terms) <= _MOST_STEPS else ():
         for each in (terms, round_to(terms, dtype)):
             yield f"it is accumulated in {dtype}", summed_in(each, dtype, 0)[0]

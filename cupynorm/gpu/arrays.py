@@ -116,7 +116,7 @@ class NumPyLibrary:
 
     @staticmethod
     def layout_key(array: Any) -> tuple | None:
-        """As CuPyLibrary's. The class counts: an array of another library has other classes."""
+        """As CuPyLibrary's. The class counts: an array of another library has another class."""
         return None if array is None else (array.__class__, array.dtype, array.shape, array.strides)
 
     @staticmethod
@@ -357,6 +357,8 @@ def mark_written(array: Any) -> None:
 
 def view(array: Any) -> View:
     """The View of an array of any of the three libraries."""
+    if isinstance(array, np.ndarray):
+        return NumPyLibrary.view(array)
     return library(array).view(array)
 
 
@@ -371,7 +373,7 @@ def library(array: Any) -> type[CuPyLibrary] | type[TorchLibrary] | type[NumPyLi
     """The class that says layouts; for a GPU array also allocates results and has the stream."""
     if is_torch(array):
         return TorchLibrary
-    return NumPyLibrary if isinstance(array, np.ndarray) else CuPyLibrary
+    return NumPyLibrary if type(array) is np.ndarray else CuPyLibrary
 
 
 def dtype_name(array: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,17 +46,6 @@ _FIELDS = (
 )
 
 
-class Delayed(NamedTuple):
-    """The scale of one tensor in one step of DelayedScaling: views of one element, in float32.
-
-    value: of the layer's state, which changes at the end of the step.
-    amax: where a kernel keeps the tensor's amax; None where the step's are not kept.
-    """
-
-    value: Tensor
-    amax: Tensor | None
-
-
 class Quantizers:
     """How one layer quantises in a region.
 
@@ -74,18 +63,19 @@ class Quantizers:
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
 
-    def delayed(self, name: str) -> Delayed | None:
-        """The scale of a tensor; None with another recipe."""
+    def delayed(self, name: str) -> tuple[Tensor, Tensor | None] | None:
+        """The scale of a tensor in this step of DelayedScaling, and where a kernel keeps its amax
+        (None where it is not kept): views of one element, in float32. None with another recipe."""
         if not isinstance(self.recipe, DelayedScaling):
             return None
         if name in BACKWARD:
             state, at = self.states["backward"], BACKWARD.index(name)
             if self.backward_scale is not None:
-                return Delayed(self.backward_scale[at : at + 1], None)
-            return Delayed(state.scale[at : at + 1], state.amax(at))
+                return (self.backward_scale[at : at + 1], None)
+            return (state.scale[at : at + 1], state.amax(at))
         state, at = self.states["forward"], FORWARD.index(name)
         scale = state.scale if self.forward_scale is None else self.forward_scale
-        return Delayed(scale[at : at + 1], state.amax(at) if self.keeps_amaxes else None)
+        return (scale[at : at + 1], state.amax(at) if self.keeps_amaxes else None)
 
     def scale_to_keep(self, quantized: QuantizedTensor) -> Tensor | None:
         """A copy of the scale of the input, for quantising it again in backward.
@@ -97,7 +87,7 @@ class Quantizers:
             return None
         delayed = self.delayed("input")
         if delayed is not None:
-            return delayed.value.clone()
+            return delayed[0].clone()
         return (1.0 / quantized.scale_inv).clamp(max=LARGEST_FLOAT32)
 
     @property
@@ -132,18 +122,13 @@ class Quantizers:
         quantization = Quantization(name_of(self.dtype("input")), transpose=transpose)
         delayed, recipe = self.delayed("input"), self.recipe
         if delayed is not None:
-            return quantization, delayed.value, delayed.amax
+            return quantization, *delayed
         quantization = quantization._replace(
             scaling="tensor",
             power_of_two=recipe.power_of_two,
             smallest_amax=recipe.amax_epsilon,
         )
         return quantization, None, None
-
-    def record(self, name: str, x: Tensor) -> None:
-        """Records the amax of a matrix that is not quantised, for DelayedScaling."""
-        _, amax = self.delayed(name)
-        torch.maximum(amax, quantization.amax_of(x).reshape(1), out=amax)
 
     def quantize(self, name: str, x: Tensor, *, transpose: bool = False) -> QuantizedTensor:
         """A matrix in 8-bit floats. Its amax is recorded where the step is."""
@@ -296,14 +281,6 @@ class Fp8State:
             for name, at in (("forward", 0), ("backward", scales.OF_BACKWARD)):
                 used = scales.UsedScales(self.scales[name], recipe, region.group)
                 region.used[self.slot, at] = used
-
-    def record(self, region: scales.Region, normalized: Tensor, weights: Sequence[Tensor]) -> None:
-        """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
-        recipe = region.calibration
-        quantizers = self.quantizers(recipe, normalized.device, keeps_amaxes=True)
-        quantizers.record("input", as_rows(normalized))
-        quantizers.record("weight", join(weights))
-        self._use_scales(region, recipe)
 
     def quantized_weight(
         self,

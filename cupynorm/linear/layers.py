@@ -19,14 +19,14 @@ from torch.nn import functional
 
 from ..gpu import arrays
 from ..nn import by_torch, modes, scales
-from ..nn.modes import outside_autocast, product_dtype
+from ..nn.modes import product_dtype
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
 from . import parameters
 from .fp8_products import Fp8State, as_matrix, fits
 from .layer_norm_linear import check_call, normalize_and_project
 from .operands import LinearOptions, Operands, as_rows, is_fused
-from .products import ONE_RANK, OneRank, Products, norm
+from .products import ONE_RANK, OneRank, Products
 from .weight_gradients import WeightGradients, WeightGradientSink
 
 
@@ -72,7 +72,7 @@ class LinearLayer(torch.nn.Module):
         if not modes.is_compiling():
             return False
         # What a checkpoint runs again needs the region of its first run, which no graph keeps.
-        return scales.is_inside() or bool(scales.runs) or self._gradients.has_sink(self)
+        return scales.active() is not None or bool(scales.runs) or self._gradients.has_sink(self)
 
     def _region(self) -> scales.Region | None:
         """The region of a call: of the first run of a call that a checkpoint runs again."""
@@ -104,9 +104,6 @@ class LinearLayer(torch.nn.Module):
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
         else:
-            calibrating = scales.calibration()
-            if calibrating is not None and not operands.input.is_meta:
-                modes.run_untraced(self._record_amaxes)(operands, calibrating)
             if self._gradients.has_sink(self):
                 run = modes.run_untraced(self._project_to_sink)
                 results = run(operands, is_first_microbatch)
@@ -182,8 +179,8 @@ class LinearLayer(torch.nn.Module):
     def _check_in_fp8(self, operands: Operands, options: LinearOptions) -> None:
         """Raises for a call that cannot be in 8 bits, before it changes any scale."""
         _refuse_transforms(operands)
-        if operands.input.is_meta:
-            arrays.check_addresses(input=operands.input)  # raises
+        if not by_torch.is_any_dtensor(operands.input):
+            arrays.check_addresses(input=operands.input)  # also refuses sparse ones
         if modes.is_recorded():
             raise NotImplementedError(
                 "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "
@@ -201,25 +198,6 @@ class LinearLayer(torch.nn.Module):
                 "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
         check_call(operands, options)
-
-    def _record_amaxes(self, operands: Operands, region: scales.Region) -> None:
-        """Of a call in its own dtype, in a region that is calibrating."""
-        if self.sharding.mode == "row":
-            raise NotImplementedError(
-                f"calibrating is True and parallel_mode 'row' with tp_size {self.sharding.size}; "
-                "expected calibrating=False, because a rank has no whole rows to normalise"
-            )
-        if modes.is_inside_backward() or modes.learns_shapes():
-            return  # a checkpoint runs the call again, or a pipeline before the first step
-        _refuse_transforms(operands)
-        scales.check_is_no_replica(self)
-        if operands.input.is_nested:
-            values = by_torch.Packing(operands.input, 1).values(operands.input, "input")
-            operands = operands._replace(input=values)
-        check_call(operands, self.linear_options(product_dtype(operands.input)))
-        with torch.no_grad(), outside_autocast(operands.input):
-            normalized = norm(self.linear_options(torch.float32), operands, torch.float32)[0]
-            self._fp8.record(region, normalized, operands.weights)
 
     def _check_input(self, input: object) -> None:
         """Raises NotImplementedError, TypeError or ValueError for what the layer cannot take."""
@@ -419,11 +397,7 @@ class Linear(LinearLayer, torch.nn.Linear):
             quantized, input = _unpacked(input, region)
         self._check_input(input)
         is_torchs = region is None and not (
-            fp8_output
-            or fp8_grad
-            or self.fuse_wgrad_accumulation
-            or self.delay_wgrad_compute
-            or scales.calibration() is not None
+            fp8_output or fp8_grad or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         )
         if is_torchs:
             return functional.linear(input, self.weight, self.bias)

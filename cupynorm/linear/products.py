@@ -275,12 +275,8 @@ class Products:
         On several ranks the gathering of it begins now; else it is made when it is called for.
         make_values: makes the values of this rank, [num_rows, in_features], in a dtype.
         """
-        data, scale, quantizers, sharding = (
-            saved.kept,
-            saved.kept_scale,
-            self.quantizers,
-            self.sharding,
-        )
+        data, scale = saved.kept, saved.kept_scale
+        quantizers, sharding = self.quantizers, self.sharding
         if self.is_alone:
             return partial(self._normalized_again_alone, saved, make_values)
         if quantizers is None or self.in_blocks:
@@ -430,14 +426,17 @@ def backward(
     wants_norm = (wanted[0] or wanted[1], wanted[2], wanted[3])
     wants_parts, is_alone = wanted[4:], products.is_alone
 
+    # What waits for backward_dw() holds no weight.
+    of_norm = saved._replace(weight=None, weight_scale=None)
+
     def make_values(dtype: torch.dtype) -> Tensor:
-        return as_rows(norm(options, saved.operands, dtype, FOR_Y)[0])
+        return as_rows(norm(options, of_norm.operands, dtype, FOR_Y)[0])
 
     # Each tensor is freed before the next one is made, so that few exist at a time.
     gradient = again = reduction = None
     if dy is not None:
         if any(wants_parts[: len(weights)]):
-            again = products.normalized_again(saved, make_values)
+            again = products.normalized_again(of_norm, make_values)
             if is_alone and products.quantizers is not None and sink is not None and sink.delays:
                 again = again()  # now, because x may change before
         sum_dtype = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
@@ -465,7 +464,7 @@ def backward(
         dparts = products.weight_gradients(gradient, again, parts, wants_parts, sink)
         gradient = again = None
 
-    total, of_norm, recomputed = dnormalized, [dsum, None, None], None
+    total, gradients, recomputed = dnormalized, [dsum, None, None], None
     if reduction is not None:
         total = reduction.wait()
         total = (total if dy is None else products.round(total)).reshape(saved.x.shape)
@@ -474,7 +473,7 @@ def backward(
         recompute = again is not None and products.is_plain and saved.kept is None
         overwrites = reduction is not None
         reduction = dnormalized = None
-        *of_norm, recomputed = norm_backward(
+        *gradients, recomputed = norm_backward(
             options,
             total,
             saved,
@@ -496,9 +495,9 @@ def backward(
             reads = {"the normalised tensor": saved.kept}
         dparts = products.weight_gradients(gradient, again, parts, wants_parts, sink, reads)
     else:
-        of_norm = sharding.reduce_norm(of_norm)
-    gradients = zip((of_norm[0], *of_norm, *dparts), wanted)
-    return tuple(each if is_wanted else None for each, is_wanted in gradients)
+        gradients = sharding.reduce_norm(gradients)
+    pairs = zip((gradients[0], *gradients, *dparts), wanted)
+    return tuple(each if is_wanted else None for each, is_wanted in pairs)
 
 
 class OneRank:

@@ -33,6 +33,7 @@ from .modes import (
     is_compiling,
     is_faked,
     is_jit_traced,
+    num_dispatch_modes,
     present_tracer,
     run_untraced,
     wants_gradient,
@@ -56,10 +57,27 @@ def norm(
         centered, normalized_shape, tensors, options, return_residual
     )
     # A call like the last one of its kind needs no request: making one takes a microsecond.
-    results = repeat(operands, options)
+    results = None
+    if not (
+        is_compiling()
+        or has_functorch_transforms()
+        or is_forward_mode()
+        or (num_dispatch_modes() and is_faked())
+        or is_jit_traced()
+    ):
+        try:
+            known = repeated.get(_kind(operands, options))
+        except (AttributeError, TypeError, RuntimeError):  # the checks say what is wrong
+            known = None
+        if known is not None:
+            results = known.run(operands)
     if results is None:
-        results = normalize(ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options)))
-    return results if return_residual else results[0]
+        y, added = normalize(ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options)))
+    elif known.prepared.records:
+        y, added = _recorded(known.prepared, operands, results)
+    else:
+        y, _, _, added = results
+    return (y, added) if return_residual else y
 
 
 def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,36 +112,13 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
         check_differentiable(operands.functors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
     remember(repeated, _kind(*original), prepared, operands)
-    return _with_gradients(prepared, operands, prepared.run(operands))
+    results = prepared.run(operands)
+    return _recorded(prepared, operands, results) if recorded else (results[0], results[3])
 
 
-def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """y and the sum, if the call is like the last one of its kind; else None.
-
-    operands, options: the fields of ForwardOperands and ForwardOptions.
-    """
-    if (
-        is_compiling()
-        or has_functorch_transforms()
-        or is_forward_mode()
-        or is_faked()
-        or is_jit_traced()
-    ):
-        return None
-    try:
-        known = repeated.get(_kind(operands, options))
-    except (AttributeError, TypeError, RuntimeError):  # checked later
-        return None
-    if known is None or (results := known.run(operands)) is None:
-        return None
-    return _with_gradients(known.prepared, operands, results)
-
-
-def _with_gradients(prepared: Any, operands: tuple, results: tuple) -> tuple:
-    """y and the sum of what a prepared forward has made, with their derivatives if it records."""
+def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
+    """y and the sum of what a prepared forward has made, with their derivatives."""
     y, mean, rstd, added = results
-    if not prepared.records:
-        return y, added
     tensors = prepared.read_differentiable(operands)
     if prepared.is_plain:
         # Backward needs no row but the normalised one: the input, or the sum that is returned.

@@ -293,14 +293,11 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     sequence_parallel: unless None, parameters get it as an attribute of that name, for frameworks
         that reduce their gradients.
     round_x_hat: as for cupynorm.layer_norm.
-    memory_efficient: keep y for backward instead of the normalised row, as apex's norms do. It
-        saves memory where y is kept anyway and the input is not. Backward computes x_hat = (y -
-        bias) / weight with torch's operations and takes it as its input. A weight (or 1 + weight)
-        smaller than t counts as t with its sign; t is half a unit in the last place of 1 in y's
-        dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Besides float
-        arithmetic, x_hat is then off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1
-        - |weight| / t). It goes with neither fp8_output nor fuse.
-    fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale.
+    memory_efficient: keep y for backward instead of the normalised row, as apex's norms do, which
+        saves memory where y is kept anyway. Backward takes x_hat = (y - bias) / weight, less
+        exactly for small weights (docs/calls.md). It goes with neither fp8_output nor fuse.
+    fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale,
+        as torch.distributed.checkpoint needs it to load one.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape, it returns y
@@ -309,24 +306,14 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     apply only in training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
-        forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
-        out_dtype of cupynorm.layer_norm.
-
-        recipe             scale of y
-        DelayedScaling     one that the module keeps; where gradients are recorded the kernel
-                           records the amax of y, and the scale changes when the outermost region
-                           ends
-        CurrentScaling     one, from the amax of this y
-        BlockScaling       one for each 128 columns
-
-        With one scale, and where gradients are recorded, y.transposed is made too. The next layer
-        may need it for the gradient of its weight.
+        forward format, and its transposed copy where gradients are recorded and y has one scale.
+        Its dequantize() is differentiable. The scale is kept by the module (DelayedScaling), or
+        from the amax of this y (CurrentScaling), or of each 128 columns (BlockScaling).
 
     State dicts can be exchanged with torch.nn; in one of TransformerEngine `_extra_state` is
     ignored. A module with a scale of DelayedScaling saves it under that name, as bytes without
     pickle (torch.nn loads such a state dict with strict=False). Loading a state dict without it
-    removes the scale. torch.distributed.checkpoint loads only names that the new module has in its
-    own state dict: give fp8_state=True to load a scale there.
+    removes the scale.
 
     Raises TypeError where both spellings are given, normalized_shape is missing or arguments come
     in TransformerEngine's order; ValueError for fp8_output=True outside of cupynorm.fp8_autocast;

@@ -38,16 +38,17 @@ class Format(enum.Enum):
     E4M3 = (E4M3, E4M3)
 
 
-def _check_format(recipe: Any) -> None:
-    if not isinstance(recipe.fp8_format, Format):
-        raise TypeError(
-            f"fp8_format is {recipe.fp8_format!r}; expected Format.E4M3 or Format.HYBRID"
-        )
+def _check(recipe: Any, **allowed: tuple[bool, type[Exception], str]) -> None:
+    """Raises for the first argument that is not right. allowed: (is right, error, expected)."""
+    form = isinstance(recipe.fp8_format, Format)
+    allowed["fp8_format"] = form, TypeError, "Format.E4M3 or Format.HYBRID"
+    for name, (is_right, error, expected) in allowed.items():
+        if not is_right:
+            raise error(f"{name} is {getattr(recipe, name)!r}; expected {expected}")
 
 
-def _check_power_of_two(recipe: Any) -> None:
-    if not isinstance(recipe.power_of_two, bool):
-        raise TypeError(f"power_of_two is {recipe.power_of_two!r}; expected True or False")
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -95,46 +96,36 @@ class DelayedScaling:
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        _check_format(self)
-        self._check_attention()
-        self._check_margin()
-        self._check_history()
-        if not isinstance(self.reduce_amax, bool):
-            raise TypeError(f"reduce_amax is {self.reduce_amax!r}; expected True or False")
-        compute_scale = self.scaling_factor_compute_algo
-        if compute_scale is not None and not callable(compute_scale):
-            raise TypeError(
-                f"scaling_factor_compute_algo is {compute_scale!r}; expected None or a callable"
-            )
-
-    def _check_attention(self) -> None:
-        for name in ("fp8_dpa", "fp8_mha"):
-            if getattr(self, name) is not False:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; expected False: there is no attention here"
-                )
-
-    def _check_margin(self) -> None:
-        margin, most = self.margin, _LARGEST_MARGIN
-        is_number = isinstance(margin, numbers.Real) and not isinstance(margin, bool)
-        if not is_number or not -math.inf < margin < math.inf:
-            raise TypeError(f"margin is {margin!r}; expected a finite number")
-        if not -most <= margin <= most:
-            raise ValueError(
-                f"margin is {margin!r}; expected -{most} to {most}, as scales are of float32"
-            )
-
-    def _check_history(self) -> None:
-        length, compute_amax = self.amax_history_len, self.amax_compute_algo
-        if isinstance(length, bool) or not isinstance(length, numbers.Integral):
-            raise TypeError(f"amax_history_len is {length!r}; expected an int, 1 or more")
-        if length < 1:
-            raise ValueError(f"amax_history_len is {length}; expected 1 or more")
-        if not callable(compute_amax) and compute_amax not in ("max", "most_recent"):
-            raise ValueError(
-                f"amax_compute_algo is {compute_amax!r}; "
-                "expected 'max', 'most_recent' or a callable"
-            )
+        margin, length, most = self.margin, self.amax_history_len, _LARGEST_MARGIN
+        of_amax, of_scale = self.amax_compute_algo, self.scaling_factor_compute_algo
+        is_finite = _is_number(margin) and -math.inf < margin < math.inf
+        is_int = isinstance(length, numbers.Integral) and not isinstance(length, bool)
+        no_attention = "False: there is no attention here"
+        names = "'max', 'most_recent' or a callable"
+        _check(
+            self,
+            fp8_dpa=(self.fp8_dpa is False, ValueError, no_attention),
+            fp8_mha=(self.fp8_mha is False, ValueError, no_attention),
+            margin=(is_finite, TypeError, "a finite number"),
+            amax_history_len=(is_int, TypeError, "an int, 1 or more"),
+            amax_compute_algo=(
+                callable(of_amax) or of_amax in ("max", "most_recent"),
+                ValueError,
+                names,
+            ),
+            reduce_amax=(isinstance(self.reduce_amax, bool), TypeError, "True or False"),
+            scaling_factor_compute_algo=(
+                of_scale is None or callable(of_scale),
+                TypeError,
+                "None or a callable",
+            ),
+        )
+        in_range = f"-{most} to {most}, as scales are of float32"
+        _check(
+            self,
+            margin=(-most <= margin <= most, ValueError, in_range),
+            amax_history_len=(length >= 1, ValueError, "1 or more"),
+        )
 
 
 @dataclass(frozen=True)
@@ -161,15 +152,14 @@ class CurrentScaling:
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
-        _check_format(self)
-        _check_power_of_two(self)
-        smallest = self.amax_epsilon
-        if isinstance(smallest, bool) or not isinstance(smallest, numbers.Real):
-            raise TypeError(f"amax_epsilon is {smallest!r}; expected a number that is 0 or more")
-        if not 0 <= smallest <= LARGEST_FLOAT32:
-            raise ValueError(
-                f"amax_epsilon is {smallest}; expected 0 or more, and no more than float32 holds"
-            )
+        amax, is_bool = self.amax_epsilon, isinstance(self.power_of_two, bool)
+        _check(
+            self,
+            power_of_two=(is_bool, TypeError, "True or False"),
+            amax_epsilon=(_is_number(amax), TypeError, "a number that is 0 or more"),
+        )
+        expected = "0 or more, and no more than float32 holds"
+        _check(self, amax_epsilon=(0 <= amax <= LARGEST_FLOAT32, ValueError, expected))
 
 
 @dataclass(frozen=True)
@@ -197,8 +187,8 @@ class BlockScaling:
     power_of_two: bool = True
 
     def __post_init__(self) -> None:
-        _check_format(self)
-        _check_power_of_two(self)
+        is_bool = isinstance(self.power_of_two, bool)
+        _check(self, power_of_two=(is_bool, TypeError, "True or False"))
 
 
 RECIPES = (DelayedScaling, CurrentScaling, BlockScaling)

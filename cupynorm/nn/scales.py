@@ -426,7 +426,6 @@ class Region:
     used: the scales of each module, updated when the outermost region ends.
     groups: those over which it then reduces amaxes.
     records: whether gradients were recorded where it began.
-    calibration: the recipe of a disabled region that records amaxes.
     """
 
     recipe: Recipe | None
@@ -434,7 +433,6 @@ class Region:
     used: dict[tuple[int, int], UsedScales]
     groups: list[Any]
     records: bool
-    calibration: DelayedScaling | None = None
 
 
 # What torch.distributed.new_group gives a rank that is not in the group.
@@ -449,16 +447,6 @@ _regions: list[Region] = []
 def active() -> Region | None:
     """The innermost region. None where there is none, or where it is disabled."""
     return _regions[-1] if _regions and _regions[-1].recipe is not None else None
-
-
-def is_inside() -> bool:
-    """Whether the innermost region quantises or records."""
-    return active() is not None or calibration() is not None
-
-
-def calibration() -> Region | None:
-    """The innermost region, if it is disabled and records amaxes."""
-    return _regions[-1] if _regions and _regions[-1].calibration is not None else None
 
 
 @contextlib.contextmanager
@@ -486,11 +474,8 @@ def fp8_autocast(
     enabled: False switches an outer region off.
     recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
-    calibrating: with enabled=False, layers compute in their own dtype and record the amaxes of
-        their input (normalised, behind a norm) and weight. When the region ends their delayed
-        scales are updated, also in eval mode and under torch.no_grad(). Other recipes keep no
-        scales, so that there is nothing to record. No effect with enabled=True.
-    fp8_recipe, fp8_group: TransformerEngine's names of recipe and group.
+    fp8_recipe, fp8_group: TransformerEngine's names of recipe and group. Its calibrating must be
+        False: scales start at 1 and follow in the first steps.
 
     When the outermost region ends and gradients are recorded, the delayed scales of the layers that
     ran in it are updated for the next step. So are scales of gradients, from the backwards since
@@ -506,8 +491,8 @@ def fp8_autocast(
     Regions belong to the process: those of several threads are nested in the order in which they
     began.
 
-    Raises TypeError for a recipe or group of another kind, an enabled or calibrating that is not a
-    bool, or where both names of one argument are given.
+    Raises TypeError for a recipe or group of another kind, an enabled that is not a bool, or where
+    both names of one argument are given; ValueError for calibrating=True.
     """
     if torch.compiler.is_dynamo_compiling():
         private.graph_break()  # the region must be active while a graph runs
@@ -516,17 +501,10 @@ def fp8_autocast(
     _check(enabled, calibrating, recipe, group)
     used, groups = (_regions[0].used, _regions[0].groups) if _regions else ({}, [])
     recipe = recipe or DelayedScaling()
-    is_recorded = isinstance(recipe, DelayedScaling) and (enabled or calibrating)
-    region = Region(
-        recipe if enabled else None,
-        group,
-        used,
-        groups,
-        torch.is_grad_enabled(),
-        recipe if is_recorded and not enabled else None,
-    )
-    if is_recorded and recipe.reduce_amax and not any(each is group for each in groups):
-        groups.append(group)
+    region = Region(recipe if enabled else None, group, used, groups, torch.is_grad_enabled())
+    if enabled and isinstance(recipe, DelayedScaling) and recipe.reduce_amax:
+        if not any(each is group for each in groups):
+            groups.append(group)
     is_complete = False
     try:  # an interrupt may come after each call, also of append
         _regions.append(region)
@@ -534,7 +512,7 @@ def fp8_autocast(
         is_complete = True
     finally:
         _regions.remove(region)  # another thread's may have begun after it
-        if not _regions and (torch.is_grad_enabled() or region.calibration is not None):
+        if not _regions and torch.is_grad_enabled():
             if not is_complete:  # what earlier backwards recorded remains
                 for (_, at), each in used.items():
                     if at < OF_BACKWARD:
@@ -655,11 +633,14 @@ def _check(enabled: object, calibrating: object, recipe: object, group: object) 
         )
     if isinstance(recipe, bool):
         raise TypeError(
-            f"recipe is {recipe}; expected a recipe: TransformerEngine's second argument is "
-            f"given here as calibrating={recipe}"
+            f"recipe is {recipe}; expected a recipe: TransformerEngine's second argument, "
+            "calibrating, does not exist here"
         )
-    if not isinstance(calibrating, bool):
-        raise TypeError(f"calibrating is {calibrating!r}; expected True or False")
+    if calibrating is not False:
+        raise ValueError(
+            f"calibrating is {calibrating!r}; expected False: scales start at 1 and follow in the "
+            "first steps in 8 bits"
+        )
     if recipe is not None and not isinstance(recipe, RECIPES):
         raise TypeError(
             f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling "

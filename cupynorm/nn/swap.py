@@ -10,7 +10,6 @@ import math
 import re
 import warnings
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -69,26 +68,20 @@ class SwappedNorms:
         lose that. A warning names these, and those that are no longer in the model, such as a
         module that a copy has replaced.
         """
-        pairs = {id(replacement): (module, replacement) for _, module, replacement in self._pairs}
-        changes = {key: _change(replacement) for key, (_, replacement) in pairs.items()}
+        pairs = {replacement: module for _, module, replacement in self._pairs}
+        reasons = {each: _change(each) for each in pairs}
         missing = set(pairs)
-        for parent in [*self._model.modules()] if self._pairs else ():
+        for parent in [*self._model.modules()] if pairs else ():
             for name, child in [*parent._modules.items()]:
-                if id(child) not in pairs:
-                    continue
-                missing.discard(id(child))
-                if not changes[id(child)]:
-                    module, _ = pairs[id(child)]
-                    _hand_over(child, module)
-                    setattr(parent, name, module)
-        gone = "the model no longer holds its replacement"
-        reasons = {
-            name: changes[id(replacement)] or (gone if id(replacement) in missing else "")
-            for name, _, replacement in self._pairs
-        }
+                missing.discard(child)
+                if child in pairs and not reasons[child]:
+                    _hand_over(child, pairs[child])
+                    setattr(parent, name, pairs[child])
+        reasons |= dict.fromkeys(missing, "the model no longer holds its replacement")
+        kept = [f"{name}: {reasons[each]}" for name, _, each in self._pairs if reasons[each]]
         self._pairs.clear()
-        if kept := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):
-            warnings.warn(f"undo() did not put back {kept}", stacklevel=2)
+        if kept:
+            warnings.warn(f"undo() did not put back {'; '.join(kept)}", stacklevel=2)
 
     def __str__(self) -> str:
         rows, remarks = self._rows()
@@ -104,13 +97,12 @@ class SwappedNorms:
         """Lines of a table, and the remarks that these number."""
         rows, remarks = [("name", "was", "now", "")], {}
         for swaps in (self.swapped, self.left):
-            for (_, *others, remark), group in groupby(
-                sorted(swaps, key=lambda swap: _sort_key(swaps, swap)),
-                lambda swap: (_without_number(swap.name), *swap[1:]),
-            ):
+            groups: dict[tuple, list[str]] = {}
+            for name, *others in swaps:
+                groups.setdefault((_NUMBER.sub("#", name, count=1), *others), []).append(name)
+            for (_, was, now, remark), names in groups.items():
                 at = remarks.setdefault(remark, len(remarks) + 1) if remark else 0
-                name = _joined([swap.name for swap in group])
-                rows.append((name, *others, f"[{at}]" if at else ""))
+                rows.append((_joined(names), was, now, f"[{at}]" if at else ""))
         return rows, [f"[{at}] {remark}" for remark, at in remarks.items()]
 
     def _summary(self) -> str:
@@ -119,18 +111,6 @@ class SwappedNorms:
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # the first number that is a whole part of a name
-
-
-def _without_number(name: str) -> str:
-    return _NUMBER.sub("#", name, count=1)
-
-
-def _sort_key(swaps: list[Swap], swap: Swap) -> int:
-    """Where the first of its group stands, so that groups are together and in the model's order."""
-    kind = _without_number(swap.name), *swap[1:]
-    return next(
-        at for at, each in enumerate(swaps) if (_without_number(each.name), *each[1:]) == kind
-    )
 
 
 def _joined(names: list[str]) -> str:

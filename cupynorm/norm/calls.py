@@ -33,7 +33,7 @@ from .checks import (
     with_seeds,
 )
 from .host import HostBackward, HostForward
-from .prepared import Prepared, backwards, fill, forwards, keep, reader
+from .prepared import Prepared, backwards, forwards, keep, reader
 from .quantized import arranged, as_quantized_tensor, quantize, scale_memory, scale_shape
 from .request import (
     BackwardOperands,
@@ -80,7 +80,7 @@ def _key(operands: tuple, *rest: object) -> tuple:
     """
     *given, functors = operands
     layout_key = arrays.library(given[0]).layout_key
-    key = (*map(layout_key, given), rest)
+    key = (*rest, *[None if each is None else layout_key(each) for each in given])
     if functors is None:
         return key
     parts = [(each.functor, str(each.numbers)) for each in functors.parts()]
@@ -286,16 +286,14 @@ def _forward_on_gpu(
         num_rows, num_cols = tensors["x"].num_rows, tensors["x"].num_cols
         made["scale_inv"] = scale_memory(how, leading, num_cols)
         if len(call.launches) > 1:  # what the first launch hands to the second
-            made["amax"], fills["amax"] = (
-                (scale_shape(how.scaling, leading, num_cols), "float32"),
-                0.0,
-            )
+            made["amax"] = scale_shape(how.scaling, leading, num_cols), "float32"
+            fills["amax"] = 0.0
 
         def finish(operands: ForwardOperands, tensors: dict, results: tuple) -> tuple:
             data, scale_inv, transposed = results[0], tensors["scale_inv"], None
             if not call.launches:
                 given = 1.0 if operands.scale is None else operands.scale
-                fill((scale_inv,), given if how.divides else 1.0 / given)
+                scale_inv[...] = given if how.divides else 1.0 / given
             if how.transpose:
                 matrix = data.reshape(num_rows, num_cols)
                 transposed = quantize(matrix, how.dtype, wants_data=False, transpose=True)

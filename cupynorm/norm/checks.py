@@ -175,25 +175,20 @@ def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
 
 
 def gradient_names(gradients: object) -> tuple[str, ...]:
-    """gradients as a tuple, which can be a key; check_gradients checks the names in it."""
-    if isinstance(gradients, tuple):
-        return gradients
-    expected = ", ".join(FusedBackward._fields)
+    """gradients as a tuple, which can be a key. Raises ValueError or TypeError for other names."""
+    names = FusedBackward._fields
+    expected = ", ".join(names)
     if isinstance(gradients, str):
         raise ValueError(f"gradients is {gradients!r}; expected some of {expected}, in a tuple")
     try:
-        names = tuple(gradients)
-        hash(names)
+        wanted = tuple(gradients)
+        hash(wanted)
     except TypeError:
         raise TypeError(f"gradients is {gradients!r}; expected some of {expected}") from None
-    return names
-
-
-def check_gradients(gradients: tuple[str, ...]) -> None:
-    """Raises ValueError unless gradients are names of gradients."""
-    names = FusedBackward._fields
-    if any(name not in names for name in gradients):
-        raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"gradients is {wanted!r}; expected some of {expected}")
+    return wanted
 
 
 # Functors.
@@ -541,18 +536,13 @@ def check_overlap(operands: ForwardOperands) -> None:
                     f"{written} shares memory with {name}; expected memory of its own, or exactly "
                     f"that of the {own}"
                 )
-            if reader := _reader_of_others(operands.functors):
-                raise ValueError(
-                    f"{written} is the {own}, and functor {reader} reads other columns; expected "
-                    "memory of its own"
-                )
+            for part in operands.functors.parts() if operands.functors else ():
+                if part.functor.reads_others:
+                    raise ValueError(
+                        f"{written} is the {own}, and functor {part.functor.name} reads other "
+                        "columns; expected memory of its own"
+                    )
         read.append(("out", out))
-
-
-def _reader_of_others(functors: Functors | None) -> str:
-    """The name of a functor whose lines read other columns; "" if there is none."""
-    parts = functors.parts() if functors else ()
-    return next((each.functor.name for each in parts if each.functor.reads_others), "")
 
 
 # Requests.
@@ -633,7 +623,6 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     weight = take_like(given.weight, x, extents, "weight", "x")
     mean = _take_statistic(given.mean, x, leading, "mean") if options.centered else None
     rstd = _take_statistic(given.rstd, x, leading, "rstd")
-    check_gradients(options.gradients)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
     for name, default in zip(GRADIENTS, (dtype, of_weight, of_weight, dtype)):

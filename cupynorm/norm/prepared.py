@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -149,10 +149,3 @@ def reader(fields: Sequence[str], names: Sequence[str]) -> Callable[[tuple], tup
         return pick
     own = fields.index("functors")
     return lambda operands: pick(operands) + operands[own].arrays()
-
-
-def fill(some: Iterable[Array | None], value: float) -> None:
-    """Fills those of the arrays that are there, on the current stream."""
-    for array in some:
-        if array is not None:
-            array[...] = value

@@ -34,7 +34,7 @@ from .arguments import (
     scale_rule_words,
 )
 from .checks import dtype_name
-from .prepared import Prepared, fill, keep, matrices, reader
+from .prepared import Prepared, keep, matrices, reader
 from .request import Array, ForwardOperands, Quantization
 
 
@@ -353,8 +353,8 @@ def quantize(
         prepared = _prepare(operands, options, wants_data, transpose)
         keep(matrices, key, prepared)
     quantized = QuantizedMatrix(*prepared.run(operands))
-    if not prepared.steps:
-        fill((quantized.scale_inv,), 1.0 if scale is None else 1.0 / scale)
+    if not prepared.steps and quantized.scale_inv is not None:
+        quantized.scale_inv[...] = 1.0 if scale is None else 1.0 / scale
     return quantized
 
 

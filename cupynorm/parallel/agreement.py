@@ -53,20 +53,20 @@ def kind_of(
             weights[0].requires_grad or (len(weights) > 1 and modes.wants_gradient(*weights)),
         )
     cast = product_dtype(input) if is_any_autocast_enabled() else input.dtype
-    of_region = _kind_of_region(region or scales.calibration(), fp8_grad)
+    of_region = _kind_of_region(region, fp8_grad)
     return input.shape, input.dtype, cast, training, recorded, of_region
 
 
 def _kind_of_region(region: scales.Region | None, fp8_grad: bool) -> tuple | None:
     if region is None:
         return None
-    recipe = region.recipe or region.calibration
+    recipe = region.recipe
     # Callables, which a program may make anew in each step, count by their names.
     if callable(getattr(recipe, "amax_compute_algo", None)) or getattr(
         recipe, "scaling_factor_compute_algo", None
     ):
         recipe = str(_in_words(recipe))
-    return recipe, region.recipe is None, region.group, fp8_grad
+    return recipe, region.group, fp8_grad
 
 
 def describe(kind: tuple, region: scales.Region | None, *, shares_scales: bool) -> dict[str, Any]:
@@ -83,11 +83,10 @@ def describe(kind: tuple, region: scales.Region | None, *, shares_scales: bool) 
         )
         or "nothing",
     }
-    region = region or scales.calibration()
     if region is None or of_region is None:
         return found | {"the recipe of fp8_autocast": "none"}
-    recipe = region.recipe or region.calibration
-    found |= _in_words(recipe) | {"calibrating": region.recipe is None, "fp8_grad": of_region[-1]}
+    recipe = region.recipe
+    found |= _in_words(recipe) | {"fp8_grad": of_region[-1]}
     if shares_scales and isinstance(recipe, DelayedScaling) and recipe.reduce_amax:
         found["the group of fp8_autocast"] = _group_in_words(region.group)
     return found

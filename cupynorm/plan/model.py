@@ -236,7 +236,8 @@ def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
     # If no pack is beyond the row's end, there are no bounds to check.
     if tile.exact and elements <= 48 and itemsize == 2 and sm >= 9 and not fused:
         fixed -= 16 * (tile.threads_per_row <= 4 and elements == 16)
-        fixed -= 8 * (32 < tile.threads_per_row <= 512 and elements >= 32 and not small)
+        if 32 < tile.threads_per_row <= 512 and elements >= 32:
+            fixed -= 8 + small * (6 + 2 * (elements - 32))
     return fixed, each
 
 
@@ -341,19 +342,20 @@ def register_tile(
     """
     # Each single element takes an address and a register.
     most = most_bytes // (8 if problem.widest_pack == 1 else problem.itemsize)
-    enough, wanted = ENOUGH_BYTES, 54 if problem.scaling else 48
+    enough, wanted, if_inexact = ENOUGH_BYTES, 54 if problem.scaling else 48, 0.9
     if problem.scaling in ("given", "tensor") and not problem.store:
         wanted = 64
         if is_only_quantized(problem):
             row_bytes = problem.num_cols * problem.itemsize
             at = bisect_left(_QUANTIZED_BYTES, row_bytes)
             most, wanted, enough = _QUANTIZED_TILES[at]
+            if_inexact = 0.8
 
     def score(tile: Tile) -> tuple[float, int]:
         moving = in_flight(problem, tile)
         # Blocks of a cluster wait for one another, so more bytes are always better for them.
         counted = moving if tile.cluster_size > 1 else min(moving, enough)
-        fit = filled(problem, tile) * (1.0 if tile.exact else 0.9)
+        fit = filled(problem, tile) * (1.0 if tile.exact else if_inexact)
         few = moving < ENOUGH_BYTES or tile.blocks_per_sm == 1
         long = problem.scaling is not None or (problem.forward and few)
         return counted * fit, -abs(tile.elements - wanted) if long else tile.threads_per_row

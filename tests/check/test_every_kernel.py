@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from every_kernel import cases, long_cases, steps
+from every_kernel import steps
 from every_matrix import (
     STEPS,
     judge_matrix,
@@ -31,7 +31,6 @@ from repository_files import KERNELS
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
-from cupynorm.check.run import run_kernels
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.grids import reduce_matrix_launch
 from cupynorm.plan.problem import SCALINGS
@@ -71,61 +70,6 @@ class Recorder(CpuMachine):
             r"^reduce_matrix<(\w+), (\w+)", launch.kernel.name_expression
         ):
             self.reductions.add((dtype, sums_up, tile.pack_size))
-
-
-@pytest.mark.slow
-def test_all_kernels_and_paths_of_rows_are_covered():
-    recorder = Recorder()
-    for case in cases():
-        run_kernels(random_problem(case), recorder)
-    with few_multiprocessors(recorder):
-        for case in long_cases():
-            run_kernels(random_problem(case), recorder)
-    expected = {
-        (f"{direction}_{name}.cu", "registers")
-        for direction in ("forward", "backward")
-        for name in STRATEGIES
-    }
-    expected = {each for each in expected if "uncached" not in each[0]}
-    for source in (
-        "forward_block",
-        "forward_cluster",
-        "backward_cluster",
-        "forward_uncached",
-        "backward_uncached",
-        "backward_parameters",
-    ):
-        expected.add((f"{source}.cu", "shared memory or nowhere"))
-    expected.add(("backward_few.cu", "registers"))
-    expected |= {
-        ("backward_few.cu", f"ring of __nv_bfloat16, {size} blocks a row") for size in (1, 2)
-    }
-    for direction in ("forward", "backward"):
-        for dtype in ("__nv_bfloat16", "float"):
-            expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))
-            expected |= {
-                (f"{direction}_cluster.cu", f"ring of {dtype}, {size} blocks a row")
-                for size in (2, 16)
-            }
-        expected |= {
-            (f"{direction}_warp.cu", f"bundles, {lanes} lanes a row") for lanes in (1, 16, 32)
-        }
-    for name in STRATEGIES:
-        assert {
-            functor for source, functor in recorder.functors if source == f"forward_{name}.cu"
-        } == {"Load", "ResidualLoad", "SumLoad", "Store"}
-        assert {
-            functor for source, functor in recorder.functors if source == f"backward_{name}.cu"
-        } == {
-            "Load",
-            "LoadParameter",
-            "DxStore",
-            "SplitStore",
-            "RecomputingStore",
-        }
-    # Wide rows also take rings of other cluster sizes.
-    assert recorder.reached >= expected
-    assert {source for source, _ in recorder.reached} == {source for source, _ in expected}
 
 
 @pytest.mark.slow

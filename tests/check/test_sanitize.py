@@ -56,13 +56,6 @@ def test_every_step_runs_in_one_of_the_processes(seconds_of_process, tmp_path, m
 
 
 @pytest.mark.slow
-def test_steps_for_which_there_is_no_time_are_named(tmp_path, monkeypatch, capsys):
-    tool(tmp_path, monkeypatch, END.strip())
-    assert sanitize.main(["racecheck", "--only", "_run_scales", "--seconds", "0.1"]) == 1
-    assert "not finished: _run_scales" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_what_the_tool_finds_is_no_success(tmp_path, monkeypatch, capsys):
     tool(tmp_path, monkeypatch, "========= RACECHECK SUMMARY: 2 hazards displayed")
     assert sanitize.main(["racecheck", "--only", "_run_scales 1", "--seconds", "300"]) == 1

@@ -84,7 +84,7 @@ def test_a_wrong_kernel_is_wrong():
     assert off == {"y", "rstd"}
     text = str(found)
     assert "WRONG" in text and "right (" in text and "OFF:" in text
-    assert "OFF:" in found._repr_html_()
+    assert repr(found) == text and "OFF:" in found._repr_html_()
     assert "+    for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at];" in (
         found.diff
     )
@@ -196,6 +196,17 @@ def test_the_text_of_a_fault_is_escaped_in_html():
     found = on_cpu(SAME, 64)
     found.changed.result, found.changed.fault = None, "forward_warp<float, 3> & more"
     assert "forward_warp&lt;float, 3&gt; &amp; more" in found._repr_html_()
+
+
+def test_without_nvrtc_it_is_said_what_the_table_lacks(monkeypatch):
+    def missing(*given):
+        raise nvrtc.MissingLibraryError("none")
+
+    monkeypatch.setattr(nvrtc, "compile_for", missing)
+    found = on_cpu(SAME, 64)
+    for text in (str(found), found._repr_html_()):
+        assert "With NVRTC (pip install nvidia-cuda-nvrtc) there are rows of registers" in text
+        assert "registers and" not in text
 
 
 @needs_nvrtc

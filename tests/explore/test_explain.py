@@ -100,10 +100,12 @@ def test_the_story_prints_and_draws():
     assert text.startswith("layer_norm forward of 4096 x 1024 on H200\n")
     assert "forward_warp -- y = (x - mean) * rstd * weight + bias; 1 to 32 lanes of a warp" in text
     assert story.header in text and story.source.startswith("// forward_warp --")
+    assert repr(story) == text
+    pytest.importorskip("matplotlib")
     html = story._repr_html_()
     assert html.count("<table") == 3 and html.count("<svg") == 2
-    assert "columns 8 to 15: block 0, warp 0, lane 1" in html
-    assert "this kernel: 2.0, so at most 9.6 TFLOP/s" in html
+    (point,) = story.roofline().axes[0].lines[1:]
+    assert point.get_xydata()[0] == pytest.approx([2.0, 9.6e12], rel=0.01)
     assert "nothing to compute" in str(explain(num_cols=8, num_rows=0))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -10,13 +11,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from cupynorm.bench.style import GUIDE, look
-from cupynorm.explore.sources import piece
-from cupynorm.svg import COLORS
-
-import cupynorm
+from cupynorm.bench.chart import GUIDE, look
 from cupynorm.bench.report import read
 from cupynorm.explore import plots
+from cupynorm.explore.changes import piece
 from cupynorm.gpu.nvrtc import cuda_src
 
 H200 = Path(__file__).parents[2] / "notebooks" / "h200.json"
@@ -48,22 +46,6 @@ def test_lines_have_the_points_and_the_look_of_their_name():
     assert alone.axes[0].lines[0].get_linestyle() == "None" and not alone.legends
 
 
-def test_rows_have_their_values_mean_and_spread():
-    values = np.array([[0.0, 2.0], [5.0, 5.0]])
-    plot = plots.rows({"x": values})
-    assert positions(plot.axes[0].lines[0]) == [0.0, 2.0]
-    bars = plot.axes[0].containers
-    assert [bar.lines[0].get_xdata()[0] for bar in bars] == [1.0, 5.0]
-    ends = [bar.lines[2][0].get_segments()[0][:, 0].tolist() for bar in bars]
-    assert ends == [[0.0, 2.0], [5.0, 5.0]]
-
-
-def positions(line) -> list[float]:
-    """Where a curve with gaps has vertical lines."""
-    xs = np.asarray(line.get_xdata(), dtype=float)
-    return np.unique(xs[np.isfinite(xs)]).tolist()
-
-
 def test_images_share_a_scale_of_colours():
     small, large = np.eye(2), -3 * np.eye(2)
     plot = plots.images({"a": small, "b": large}, label="size", diverging=True)
@@ -82,39 +64,6 @@ def test_histograms_are_shares_of_all_values():
     (stairs,) = plot.axes[0].patches
     assert stairs.get_data().values.tolist() == [0.6, 0.2]
     assert plot.axes[0].lines[0].get_xdata() == [1, 1]
-
-
-def test_combs_have_a_tooth_for_each_value():
-    plot = plots.combs({"a": np.array([1.0, 8.0]), "b": np.array([2.0])}, xlabel="value", log=True)
-    assert [positions(line) for line in plot.axes[0].lines] == [[1.0, 8.0], [2.0]]
-
-
-def test_strategies_are_those_of_the_plans():
-    widths = (64, 1024, 4096, 65536)
-    plot = plots.strategies(["H200"], ["forward"], widths=widths)
-    bars = [(bar.get_x(), bar.get_x() + bar.get_width(), bar) for bar in plot.axes[0].patches]
-    names = list(cupynorm.STRATEGIES)
-    for left, right, bar in bars:
-        inside = [width for width in widths[:-1] if left <= width < right]
-        chosen = {cupynorm.plan(width, device="H200").strategy for width in inside}
-        color = tuple(round(255 * part) for part in bar.get_facecolor()[:3])
-        name = names[[_rgb(each) for each in COLORS].index(color)]
-        assert chosen == {name}
-    assert min(left for left, _, _ in bars) == 64 and max(right for _, right, _ in bars) == 65536
-
-
-def _rgb(color: str) -> tuple[int, ...]:
-    return tuple(int(color[at : at + 2], 16) for at in (1, 3, 5))
-
-
-def test_numbers_over_widths_are_those_of_the_plans():
-    widths = (64, 4096)
-    plot = plots.over_widths(
-        lambda plan: plan.tile.threads_per_row, "A100", ["backward"], widths=widths
-    )
-    found = dict(point for line in plot.axes[0].lines for point in zip(*data(line)))
-    plans = [cupynorm.plan(width, device="A100", direction="backward") for width in widths]
-    assert found == {width: plan.tile.threads_per_row for width, plan in zip(widths, plans)}
 
 
 def test_speeds_are_those_of_the_file():
@@ -142,20 +91,22 @@ def test_the_roof_is_the_lower_of_memory_and_arithmetic():
     assert np.allclose(data(copy)[1], np.minimum(3 * xs, 40)) and data(kernel) == ([2.0], [6.0])
 
 
-def test_arrows_go_from_before_to_after():
-    plot = plots.before_after([("up", 0.5, 0.9), ("down", 0.8, 0.3)], xlabel="share")
-    arrows = [text for text in plot.axes[0].texts]
-    assert [(arrow.xyann[0], arrow.xy[0]) for arrow in arrows] == [(0.5, 0.9), (0.8, 0.3)]
-    colors = [arrow.arrow_patch.get_edgecolor() for arrow in arrows]
-    assert colors[0] != colors[1]
-    assert [text.get_text() for text in plot.axes[0].get_yticklabels()] == ["up", "down"]
-
-
 def test_a_plot_is_the_same_svg_each_time_and_names_a_font_that_all_have():
     made = [plots.lines({"a < b": {"first": (XS, YS)}}, log="x")._repr_svg_() for _ in range(2)]
     assert made[0] == made[1] and "a &lt; b" in made[0] and "<metadata>" not in made[0]
     assert made[0].count("'DejaVu Sans'") == made[0].count("'DejaVu Sans', sans-serif") > 0
     xml.etree.ElementTree.fromstring(made[0])
+
+
+@pytest.mark.parametrize("title", ["lr=0.0005", "0.025 of 0.12345"])
+def test_numbers_that_are_read_keep_their_digits(title):
+    ticks = np.array([0.025, 0.0505])
+    plot = plots.lines({title: {"first": (ticks, ticks)}})
+    plot.axes[0].set_xticks(ticks)
+    texts = re.findall(r">([^<>]*)</text>", plot._repr_svg_())
+    assert title in texts and {"0.0250", "0.0505"} <= set(texts)
+    points = re.findall(r'd="([^"]+)"', plot._repr_svg_())
+    assert points and not re.search(r"\.\d{3}", " ".join(points))
 
 
 def test_a_piece_of_a_source_has_its_numbers():

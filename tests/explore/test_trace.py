@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import sys
 
 import numpy as np
 import pytest
-from cupynorm.explore.recording import EVENT
-from cupynorm.explore.requests import requests_of, sectors_of, turns_of
 
 import cupynorm
-from cupynorm.explore.trace import Trace
+from cupynorm.explore.trace import EVENT, Trace, requests_of, sectors_of, turns_of
 from cupynorm.gpu.nvrtc import cuda_src
 
 # One for each strategy and path: keywords of trace().
@@ -166,25 +166,40 @@ def test_functors_of_a_trace_that_do_not_fit():
             traced(num_cols=64, fuse=fuse, **more)
 
 
-def test_a_trace_prints_and_draws():
+def test_a_trace_prints_draws_and_is_pickled():
     trace = traced(num_cols=1024, num_rows=2)
     text = str(trace)
-    assert re.search(r"^x +4,096 +4,096 +1\.00$", text, re.MULTILINE)
+    assert repr(trace) == text and re.search(r"^x +4,096 +4,096 +1\.00$", text, re.MULTILINE)
     assert re.search(r"^forward_warp\.cu:\d+ +x +read +8 +4,096 +128 +128$", text, re.MULTILINE)
-    owners = str(trace.owners())
-    assert owners.count("<rect") == 2 * 1024 // 8
-    assert "columns 8 to 15: block 0, warp 0, lane 1" in owners
-    lanes = str(trace.lanes())
-    assert "32 lanes ask for 512 bytes of x: 16 sectors" in lanes
-    assert "warp 0 waits for" in str(trace.waits())
+    assert str(pickle.loads(pickle.dumps(trace))) == text
+    pytest.importorskip("matplotlib")
+    (axes,) = trace.owners().axes
+    spans = [path.vertices[:4, 0] for each in axes.collections for path in each.get_paths()]
+    assert len(spans) == 2 * 1024 // 8 and (spans[1].min(), spans[1].max()) == (8, 16)
+    colors = [tuple(each) for each in axes.collections[0].get_facecolors()]
+    assert len(set(colors)) == 32 and colors[:32] == colors[32:64]  # a shade for each lane
+    (axes,) = trace.lanes().axes
+    assert axes.get_title("left") == "32 lanes ask for 512 bytes of x: 16 sectors"
+    assert "lanes of the warp" in trace.waits()._repr_svg_()
     assert trace._repr_html_().count("<svg") == 2
 
 
+def test_without_matplotlib_a_page_says_what_it_takes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupynorm.explore.plots", None)
+    html = traced(num_cols=64, num_rows=2)._repr_html_()
+    assert "pip install matplotlib" in html and html.count("<table") == 1
+
+
 def test_a_bundle_is_drawn_as_one_copy_of_several_rows():
+    pytest.importorskip("matplotlib")
     trace = traced(num_cols=33, num_rows=9)
-    owners = str(trace.owners())
-    assert owners.count("<rect") == 8 and owners.count("columns 0 to 32: one copy") == 8
-    assert "one thread asks for" in str(trace.lanes())
+    (axes,) = trace.owners().axes
+    spans = [path.vertices[:4, 0] for each in axes.collections for path in each.get_paths()]
+    assert [(span.min(), span.max()) for span in spans] == [(0, 33)] * 8
+    assert {tuple(each) for one in axes.collections for each in one.get_facecolors()} == {
+        (0.6, 0.6, 0.6, 1.0)
+    }
+    assert "one thread asks for" in trace.lanes().axes[0].get_title("left")
 
 
 def test_another_seed_gives_another_order_of_the_same_accesses():

@@ -95,18 +95,6 @@ def test_extent_is_the_memory_that_an_array_touches(array):
     assert arrays.extent(arrays.view(array)) == np.lib.array_utils.byte_bounds(array)
 
 
-def test_extent_of_special_arrays():
-    assert arrays.extent(View(64, (0, 4), (4, 1), "float64", None)) == (64, 64)
-    assert arrays.extent(View(64, (), (), "float64", None)) == (64, 72)
-    assert arrays.extent(View(64, (9, 4), (0, 1), "bfloat16", 0)) == (64, 72)
-
-
-def test_view_counts_strides_in_elements():
-    array = np.zeros((6, 4), np.float64)[1::2, ::-1]
-    assert arrays.view(array) == (array.ctypes.data, (3, 4), (8, -1), "float64", None, False)
-    assert arrays.address(array) == array.ctypes.data
-
-
 def test_view_of_a_tensor_on_the_host():
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(6, 4, dtype=torch.bfloat16)[1::2]
@@ -114,30 +102,6 @@ def test_view_of_a_tensor_on_the_host():
     assert arrays.address(tensor) == tensor.untyped_storage().data_ptr() + 4 * 2
     made = arrays.view(tensor)
     assert made[:4] == (arrays.address(tensor), (3, 4), (8, 1), "bfloat16")
-
-
-@pytest.mark.parametrize("num_dims, expected", [(1, (6, 4)), (2, (2, 12)), (3, (1, 24))])
-def test_contiguous_rows(num_dims, expected):
-    rows = arrays.contiguous_rows((2, 3, 4), num_dims, "float16")
-    assert rows == Rows(0, *expected, expected[1], "float16")
-    # As for the array, except for the address; the stride of a single row has no meaning.
-    there = arrays.rows(arrays.view(CUBE.astype(np.float16)), num_dims)
-    assert rows[1:3] == there[1:3]
-    assert rows.num_rows == 1 or rows.row_stride == there.row_stride
-
-
-def test_layout_counts_bytes_of_an_element():
-    layout = Rows(4096, 3, 5, 7, "bfloat16").layout()
-    assert tuple(layout) == (4096, 7, 2, 3)
-    assert tuple(Rows(0, 3, 5, 5, "float8_e4m3fn").layout()) == (0, 5, 1, 3)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_float64_there_and_back(dtype):
-    values = np.array([[0.1, -2.0], [65504.0, 2.0**-20]])
-    made = arrays.from_float64(values, dtype, np.empty(0))
-    assert made.dtype.name == dtype
-    np.testing.assert_array_equal(arrays.to_float64(made), values.astype(dtype).astype(float))
 
 
 @pytest.mark.parametrize("given", [[1.0], 3, "x", None])

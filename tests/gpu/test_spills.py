@@ -59,15 +59,6 @@ def resources_of(kernels: list[Kernel], compute_capability: int) -> dict[Kernel,
 
 
 @needs_nvrtc
-def test_kernels_compiled_together_use_the_same_resources():
-    kernels = [
-        plan(num_cols, device="H200", direction="backward").launches[0].kernel
-        for num_cols in (128, 256, 512)
-    ]
-    assert resources_of(kernels, 90) == {kernel: compile_for(kernel, 90)[1] for kernel in kernels}
-
-
-@needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute_capability", "part"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from guarded_tensors import GuardedTensors
 
 from cupynorm.check.cases import Case, Problem, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
@@ -23,10 +24,10 @@ def run(
 ) -> Results:
     """As run_kernels, with this tile of backward; the case has that of forward.
 
-    layouts: of operands by name. With {} or more, WrongWrite is raised where anything but the
-    outputs was written to.
+    layouts: of operands by name, between guards. Anything but outputs that is written to raises.
     """
-    case, tensors = problem.case, Tensors(where, layouts)
+    case = problem.case
+    tensors = Tensors(where) if layouts is None else GuardedTensors(where, layouts)
     run_forward(problem, tensors, Launch(case.strategy, case.tile, case.statistics, case.sm_margin))
     run_backward(problem, tensors, Launch(case.strategy, backward, sm_margin=case.sm_margin))
     return tensors.results()

@@ -6,8 +6,9 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
+from guarded_tensors import LAYOUTS
+
 from cupynorm.check.cases import Case
-from cupynorm.check.run import LAYOUTS
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.problem import Tile
 
@@ -173,7 +174,7 @@ class Call(NamedTuple):
 
 def _layouts(path: RowPath, option: dict, generator: random.Random) -> dict[str, str]:
     """One for each operand that there is. Bundles have no gaps; packs are aligned."""
-    some = [each for each in LAYOUTS if each != "transposed"]
+    some = list(LAYOUTS)
     if path.tile and path.tile.bundle:
         some = ["contiguous", "misaligned"]
     if path.tile and path.tile.pack_size > 1:

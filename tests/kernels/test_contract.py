@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import kernel_paths
 import numpy as np
 import pytest
+from guarded_tensors import LAYOUTS, GuardedTensors
 from kernel_checks import (
     as_dtype,
     assert_alone,
@@ -25,7 +27,6 @@ from cupynorm import Launch
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, uses_welford
 from cupynorm.check.results import CheckResult
-from cupynorm.check.run import LAYOUTS
 from cupynorm.plan.problem import SCALINGS
 from cupynorm.plan.strategies import STRATEGIES
 
@@ -255,7 +256,7 @@ def test_8_bits(of_scaling, scaling, at, strategy, where):
         values = getattr(problem, name)
         if layout == "broadcast" and values is not None:
             values[...] = values[:1]
-    got, plain = run_quantized(problem, how, where, layouts)
+    got, plain = run_quantized(problem, how, where, partial(GuardedTensors, layouts=layouts))
     judged = judge_values(problem, how, got, rounded_mean=uses_welford(case, where.device))
     assert CheckResult(judged).ok, CheckResult(judged)
     if isinstance(where, CpuMachine):

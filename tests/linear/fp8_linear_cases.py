@@ -107,7 +107,8 @@ def values(x, recipe, *, is_gradient=False, is_weight=False) -> np.ndarray:
     x, name = x.detach().float().numpy(), NAME[recipe.fp8_format.value[is_gradient]]
     if isinstance(recipe, BlockScaling):
         rows = 128 if is_weight else 1
-        made = reference.fp8.quantize_blocks(x, name, block_rows=rows)
+        how = {"block_rows": rows, "power_of_two": recipe.power_of_two}
+        made = reference.fp8.quantize_blocks(x, name, **how)
         return reference.fp8.dequantize(made, name, block_rows=rows)
     power_of_two = isinstance(recipe, CurrentScaling) and recipe.power_of_two
     scale = reference.fp8.scale_of(reference.fp8.amax(x), name, power_of_two=power_of_two)

@@ -15,15 +15,16 @@ from cupynorm import reference
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import (  # noqa: E402
     CPU,
-    NAME,
     OF_GRADIENT,
     OF_Y,
     RECIPES,
+    assert_product,
     make,
     relative,
     step,
     tensor,
     truth_of,
+    values,
 )
 
 from cupynorm import (  # noqa: E402
@@ -148,45 +149,6 @@ PRODUCTS = (
 )
 
 
-def exactly_quantised(problem, recipe) -> dict[str, np.ndarray]:
-    """y, dweight and d normalized (reaches) of tensors that the reference has quantised.
-
-    Each is a pair: the values, and the sums of the magnitudes of their products.
-    """
-    forward, backward = (NAME[dtype] for dtype in recipe.fp8_format.value)
-    made = reference.norm_linear(
-        problem.x, problem.norm_weight, problem.norm_bias, problem.weight, problem.bias
-    )
-    normalized, weight, dy = (
-        each.astype(np.float32) for each in (made.normalized, problem.weight, problem.dy)
-    )
-
-    def values(x, name, block_rows=1):
-        if isinstance(recipe, BlockScaling):
-            x = np.ascontiguousarray(x)
-            quantized = reference.fp8.quantize_blocks(
-                x, name, block_rows=block_rows, power_of_two=recipe.power_of_two
-            )
-            return reference.fp8.dequantize(quantized, name, block_rows=block_rows)
-        scale = reference.fp8.scale_of(reference.fp8.amax(x), name)
-        return reference.fp8.dequantize(reference.fp8.quantize(x, name, scale), name)
-
-    q_weight = values(weight, forward, 128)
-    q_normalized, q_dy = values(normalized, forward), values(dy, backward)
-    of_columns = (values(normalized.T, forward).T, values(dy.T, backward).T)
-    return {
-        "y": (
-            q_normalized @ q_weight.T + problem.bias,
-            np.abs(q_normalized) @ np.abs(q_weight).T + np.abs(problem.bias),
-        ),
-        "dweight": (
-            of_columns[1].T @ of_columns[0],
-            np.abs(of_columns[1]).T @ np.abs(of_columns[0]),
-        ),
-        "reaches": (q_dy @ q_weight, np.abs(q_dy) @ np.abs(q_weight)),
-    }
-
-
 @pytest.mark.parametrize("recipe", PRODUCTS, ids=str)
 @pytest.mark.parametrize("save_normalized", (False, True))
 def test_products_of_exactly_quantised_tensors(recipe, save_normalized):
@@ -199,14 +161,18 @@ def test_products_of_exactly_quantised_tensors(recipe, save_normalized):
         step(module, problem, recipe)
         module.zero_grad()
     made = step(module, problem, recipe)
-    expected = exactly_quantised(problem, recipe)
-    for name, depth in (("y", 200), ("dweight", 40)):
-        values, sizes = expected[name]
-        assert (
-            np.abs(made[name] - values)
-            <= (depth + 6) * 2.0**-24 * sizes + 2.0**-23 * np.abs(values)
-        ).all(), name
-    reaches, sizes = expected["reaches"]
+    parts = problem.x, problem.norm_weight, problem.norm_bias
+    normalized = reference.norm_linear(*parts, problem.weight, None).normalized
+    normalized, weight, dy = (
+        torch.tensor(each, dtype=torch.float32) for each in (normalized, problem.weight, problem.dy)
+    )
+    of_weight = values(weight, recipe, is_weight=True)
+    of_dy = values(dy, recipe, is_gradient=True)
+    y, dweight = (torch.from_numpy(made[name]) for name in ("y", "dweight"))
+    assert_product(y, values(normalized, recipe), of_weight.T, problem.bias)
+    of_columns = values(dy.t().contiguous(), recipe, is_gradient=True)
+    assert_product(dweight, of_columns, values(normalized.t().contiguous(), recipe).T)
+    reaches, sizes = of_dy @ of_weight, np.abs(of_dy) @ np.abs(of_weight)
     forward = reference.layer_norm(problem.x, problem.norm_weight, problem.norm_bias)
     dx = reference.layer_norm_backward(
         reaches, problem.x, forward.mean, forward.rstd, problem.norm_weight

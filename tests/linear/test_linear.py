@@ -139,35 +139,6 @@ def test_tensors_saved_for_backward(monkeypatch):
     assert not made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm_name", NORMS)
-@pytest.mark.parametrize(
-    "options",
-    (
-        {},
-        {"without": ("norm_bias",)},
-        {"zero_centered_weight": True, "dsum": True, "residual": True},
-    ),
-    ids=str,
-)
-def test_one_kernel_gives_the_gradients_and_the_normalised_tensor(kernels, options, norm_name):
-    problem = draw(
-        norm_name, "bfloat16", num_rows=7, in_features=96, norm_dtype="float32", **options
-    )
-    assert_right(
-        problem,
-        recorded(problem),
-        ("normalized", *(() if options.get("dsum") else ("sum",))),
-    )
-    names = [each.kernel.name_expression for each in kernels]
-    of_bias, of_norm = (
-        ("reduce_matrix", "backward_parameters"),
-        ("backward_warp", "backward_parameters"),
-    )
-    assert [name.split("<")[0] for name in names] == ["forward_warp", *of_bias, *of_norm]
-    assert "RecomputingStore<" in names[-2] and ".dx = true, .dweight = true" in names[-2]
-
-
 def test_a_normalised_tensor_of_the_autocast_dtype_is_recomputed(kernels):
     problem = draw(num_rows=4)
     given = leaves(problem)

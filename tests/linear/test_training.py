@@ -205,19 +205,6 @@ def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(between,
         assert all(torch.equal(*pair) for pair in zip(ones, others))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES[1:3], ids=str)
-def test_a_compiled_layer_in_a_checkpoint_with_the_region_around(recipe):
-    """It breaks the graph, so it is run again as an eager layer is."""
-    torch._dynamo.reset()
-    module, problem = make()
-    expected = train(module, problem, recipe)
-    compiled = torch.compile(make()[0], backend="aot_eager")
-    found = train(compiled, problem, recipe, by_contexts)
-    for ones, others in zip(found, expected):
-        assert all(torch.equal(*pair) for pair in zip(ones, others))
-
-
 @pytest.mark.parametrize("run", (by_hooks, by_function, by_contexts))
 def test_a_checkpoint_outside_of_a_region_after_a_step_inside(run):
     """It runs again in 16 bits, as its forward did."""
@@ -249,95 +236,6 @@ def test_checkpoints_in_a_checkpoint():
             made.append([y, x.grad, *(each.grad for each in module.parameters())])
     for ones, others in zip(made[:3], made[3:]):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
-
-
-def test_a_layer_in_two_regions_of_one_checkpoint():
-    """The first region ends a step, so that the second call of a layer has another scale."""
-    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
-    made = []
-    for how in (at_once, by_contexts):
-        module, problem = make(40, 72, 72, dtype="float32")
-
-        def twice(x, module=module):
-            with region(recipe):
-                y = module(x)
-            with torch.no_grad(), region(recipe):
-                module(100 * y)
-            with region(recipe):
-                return module(30 * torch.tanh(y))
-
-        x = tensor(problem.x, "float32", grad=True)
-        for _ in range(2):
-            y = how(twice, x)
-            for keeps in (True, False):
-                y.backward(tensor(problem.dy, "float32"), retain_graph=keeps)
-        made.append([y, x.grad, *(each.grad for each in module.parameters())])
-    assert all(torch.equal(*pair) for pair in zip(*made))
-
-
-@pytest.mark.parametrize(
-    "how, place, parts",
-    (
-        (by_contexts, "around", [[1, 30]]),
-        (by_contexts, "in", [[1], [30]]),
-        (by_function, "in", [[1, 30]]),
-    ),
-)
-def test_a_layer_inside_and_outside_of_a_region_in_one_checkpoint(how, place, parts):
-    """The first call runs again in 16 bits, and the others in 8, with their own scales.
-
-    parts: factors of the calls of each region that is in the checkpoint.
-    """
-    recipe, made = RECIPES[1], []
-    for run in (at_once, how):
-        module, problem = make(40, 72, 72, dtype="float32")
-
-        def model(x, module=module):
-            with fp8_autocast(False) if place == "around" else contextlib.nullcontext():
-                y = module(x)
-            for factors in parts:
-                with region(recipe if place == "in" else None):
-                    for factor in factors:
-                        y = module(factor * torch.tanh(y))
-            return y
-
-        for _ in range(2):
-            x = tensor(problem.x, "float32", grad=True)
-            with region(recipe if place == "around" else None):
-                y = run(model, x)
-            y.backward(tensor(problem.dy, "float32"))
-            made.append([y.detach(), x.grad, module.weight.grad.clone()])
-    for ones, others in zip(made[:2], made[2:]):
-        assert all(torch.equal(*pair) for pair in zip(ones, others))
-
-
-OTHER_REGIONS = (False, CurrentScaling(), RECIPES[1])
-
-
-@pytest.mark.parametrize("around_backward", OTHER_REGIONS, ids=str)
-def test_regions_of_a_forward_in_a_backward_inside_another_region(around_backward):
-    """Also of a part whose region is disabled, and whose result has no gradient."""
-    made = []
-    for run in (at_once, by_contexts):
-        module, problem = make(40, 72, 72, dtype="float32")
-        norm = LayerNorm(72)
-
-        def model(x, module=module, norm=norm):
-            y = norm(module(x), fp8_output=True).dequantize()
-            with torch.no_grad(), fp8_autocast(False):
-                target = module(y)
-            return module(torch.tanh(y) + target)
-
-        for _ in range(2):
-            x = tensor(problem.x, "float32", grad=True)
-            with region(RECIPES[1]):
-                y = run(model, x)
-            with fp8_autocast(bool(around_backward), around_backward or None):
-                y.backward(tensor(problem.dy, "float32"))
-        states = module._fp8.scales.values()
-        made.append([y.detach(), x.grad, *(each.grad for each in module.parameters())])
-        made[-1] += [norm._fp8_scales.scale, *(each.amax_history for each in states)]
-    assert all(torch.equal(*pair) for pair in zip(*made))
 
 
 def test_a_selective_checkpoint_of_a_norm_in_8_bits():

@@ -9,7 +9,6 @@ from rank_checks import NORMS, assert_close, check, full, ours, theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-from torch.nn import functional
 
 import cupynorm
 from cupynorm.gpu import arrays
@@ -155,23 +154,6 @@ def residuals_and_options(ranks):
             found = gradients(partial(call, norm, our), tensors, ranks.lay(dy, Shard(1)))
             for name, got, right in zip(("y * sum", "dx", "dresidual", "dweight"), found, expected):
                 assert_close(f"{norm} {name}", got, right)
-
-
-@check
-def calls_that_differ_in_what_is_no_tensor(ranks):
-    """torch caches the sharding of a call by its arguments. Each of these needs its own entry."""
-    x = ranks.lay(ranks.random(4, 2, 8), Shard(1))
-    for extents, split in (((8,), (Shard(1),)), ((2, 8), None), ((8,), (Shard(1),))):
-        for norm in NORMS:
-            y = ours(norm, x, None, None, extents)
-            assert_close(f"{norm} over {extents}", y, theirs(norm, full(x), None, None, extents))
-            assert split is None or y.placements == split
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        y = cupynorm.layer_norm(x, 8, out_dtype=dtype)
-        assert y.dtype == y.to_local().dtype == full(y).dtype == dtype
-    for eps in (0.1, 10.0):
-        y = cupynorm.layer_norm(x, 8, eps=eps)
-        assert_close(f"eps {eps}", y, functional.layer_norm(full(x), (8,), eps=eps))
 
 
 @check

@@ -103,22 +103,6 @@ def fully_sharded(ranks):
 
 
 @check
-def fully_sharded_by_norms(ranks):
-    """Each norm is a unit of fully_shard, as in models whose norms stay in float32."""
-
-    def wrap(model):
-        for norm in [
-            each
-            for each in model.modules()
-            if isinstance(each, cupynorm.LayerNorm | cupynorm.RMSNorm)
-        ]:
-            fully_shard(norm, mesh=ranks.mesh)
-        return fully_shard(model, mesh=ranks.mesh, reshard_after_forward=True)
-
-    check_training(ranks, wrap)
-
-
-@check
 def fully_sharded_and_compiled(ranks):
     def wrap(model):
         for block in model[1:3]:

@@ -49,7 +49,7 @@ class CohereLayerNorm(LlamaRMSNorm):
 
 
 class In16Bits(LlamaRMSNorm):
-    """Each step is rounded. Squares overflow in float16."""
+    """Each step is rounded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * self.normalized(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +99,18 @@ def test_an_interrupt_leaves_no_region():
         assert scales.active() is None, f"after call {last} of a function in C"
         last += 1
     assert last > 5
+
+
+def test_names_of_transformer_engine():
+    group, recipe = SimpleNamespace(size=lambda: 1), CurrentScaling()
+    with cupynorm.fp8_autocast(fp8_recipe=recipe, fp8_group=group, calibrating=False):
+        assert scales.active().recipe == recipe and scales.active().group is group
+    for arguments, options, sentence in (
+        ((True, False), {}, "recipe is False; expected a recipe: TransformerEngine's second"),
+        ((), {"recipe": recipe, "fp8_recipe": recipe}, "recipe and fp8_recipe are given"),
+        ((), {"group": group, "fp8_group": group}, "group and fp8_group are given"),
+        ((), {"calibrating": True}, "calibrating is True; expected False: scales start at 1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            cupynorm.fp8_autocast(*arguments, **options).__enter__()
+    assert scales.active() is None

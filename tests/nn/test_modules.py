@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-from functools import partial
 
 import numpy as np
 import pytest
@@ -92,7 +91,7 @@ def test_parameters_repr_and_state_dict_are_those_of_torch(ours, theirs, argumen
     if "bias" in options and ours is cupynorm.RMSNorm:
         pytest.skip("RMSNorm has no bias")
     mine, torchs = ours(*arguments, **options), theirs(*arguments, **options)
-    assert repr(mine) == repr(torchs)
+    assert repr(mine) == f"cupynorm.{torchs}"
     assert [name for name, _ in mine.named_parameters()] == [
         name for name, _ in torchs.named_parameters()
     ]
@@ -207,6 +206,26 @@ def test_compiled_modules_give_results_near_the_eager_ones(ours, theirs):
     assert not torch.equal(module(x), results[0][0])
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_layer_in_eval_mode_calls_norms_with_zero_centered_gamma(norm_first):
+    """torch's fused layer would read weight and eps alone."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(
+        8, 2, 16, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    ).eval()
+    twin, x = copy.deepcopy(layer), random_input(2, 3, 8, dtype="float64")
+    for name in ("norm1", "norm2"):
+        norm = cupynorm.LayerNorm(8, dtype=torch.float64, zero_centered_gamma=True)
+        with torch.no_grad():
+            getattr(layer, name).weight.copy_(random_input(8))
+            norm.weight.copy_(getattr(layer, name).weight - 1)
+        setattr(twin, name, norm)
+    with torch.no_grad():
+        expected = layer(x)
+        for each in (twin, copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+            torch.testing.assert_close(each(x), expected, rtol=0, atol=1e-6)
+
+
 # The interface of TransformerEngine.
 
 
@@ -243,7 +262,7 @@ def test_repr_shows_options_that_are_not_default(ours, theirs):
     extras = {"zero_centered_gamma": True, "sequence_parallel": False}
     extras["launch"] = cupynorm.Launch(sm_margin=4)
     for name, value in extras.items():
-        assert repr(ours(8, **{name: value})) == repr(theirs(8))[:-1] + f", {name}={value})"
+        assert repr(ours(8, **{name: value})) == f"cupynorm.{theirs(8)}"[:-1] + f", {name}={value})"
 
 
 @BOTH
@@ -320,36 +339,6 @@ def test_arguments_in_the_order_of_transformer_engine_are_refused(ours):
         ours(768, 1e-5, False, torch.bfloat16)
     with pytest.raises(TypeError, match="elementwise_affine is None; the order of the arguments"):
         ours(768, 1e-5, None, None, True)
-
-
-@pytest.mark.parametrize(
-    "make", [cupynorm.LayerNorm, cupynorm.RMSNorm, partial(cupynorm.LayerNormLinear, 8)]
-)
-def test_what_is_deprecated_in_transformer_engine_has_one_name_here(make):
-    """docs/calls.md names it: reset_parameters, which sets what the others set, and sm_margin."""
-    module = make(8, device="cpu", zero_centered_gamma=True)
-    for name in (
-        "reset_layer_norm_parameters",
-        "reset_rms_norm_parameters",
-        *(
-            f"{kind}_{norm}_sm_margin"
-            for kind in ("fwd", "bwd", "inf")
-            for norm in ("ln", "rmsnorm")
-        ),
-    ):
-        assert not hasattr(module, name)
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for each in parameters.values():
-            each.fill_(7.0)
-    module.reset_parameters()
-    for name, each in parameters.items():
-        if name != "weight" or not hasattr(module, "layer_norm_weight"):
-            assert (each == 0).all(), name
-        else:
-            assert (each != 7).all() and each.std() > 0
-    with pytest.raises(TypeError, match="fwd_ln_sm_margin"):
-        make(8, device="cpu", fwd_ln_sm_margin=1)
 
 
 @pytest.mark.parametrize("relu", [torch.nn.ReLU(inplace=True), torch.nn.ReLU()])

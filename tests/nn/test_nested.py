@@ -73,8 +73,6 @@ def test_products_in_8_bits(name):
             layer(input, fp8_output=True)
     assert y.shape == (*input.shape[:2], 16)
     assert_same(y.values(), expected)
-    with cupynorm.fp8_autocast(enabled=False, calibrating=True):
-        assert_same(layer(input).values(), layer(input.values()))
 
 
 def test_options_have_their_sequences_too(where):

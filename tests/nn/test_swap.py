@@ -35,15 +35,6 @@ TWICE = "x_hat was rounded to 16 bits before the weight, now y alone is"
 WIDENED = "y of 16-bit input with a float32 weight was float32, now 16-bit"
 
 
-class InBfloat16(LlamaRMSNorm):
-    """As a norm whose code rounds each step to bfloat16, and to nothing else."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.bfloat16:
-            return (self.weight.float() * self.normalized(x.float())).to(x.dtype)
-        return self.weight.to(x.dtype) * self.normalized(x)
-
-
 RECOGNISED = {
     "torch.nn.LayerNorm": (lambda: torch.nn.LayerNorm(64, 0.1), "LayerNorm", False, ""),
     "without bias": (lambda: torch.nn.LayerNorm(64, bias=False), "LayerNorm", False, ""),
@@ -59,11 +50,11 @@ RECOGNISED = {
     "T5": (lambda: T5LayerNorm(64), "RMSNorm", False, f"{WIDENED}"),
     "Gemma": (lambda: GemmaRMSNorm(64), "RMSNorm", True, ""),
     "Cohere": (lambda: CohereLayerNorm(64), "LayerNorm", False, ""),
-    "in bfloat16": (
-        lambda: InBfloat16(64),
+    "in 16 bits": (
+        lambda: In16Bits(64),
         "RMSNorm",
         False,
-        "more than y was rounded to 16 bits, now y alone is",
+        f"more than y was rounded to 16 bits, now y alone is; {WIDENED}",
     ),
     "Clip": (lambda: ClipLayerNorm(64), "LayerNorm", False, ""),
 }
@@ -430,7 +421,10 @@ LEFT = {
     "no norm": (Odd(lambda own, x: own.weight * x), NEITHER),
     "a detached variance": (Odd(lambda own, x: rms(own, x, square(x.detach()))), OTHER_GRADIENTS),
     "clipped gradients": (Odd(clip_gradients), OTHER_GRADIENTS),
-    "float16 overflows": (In16Bits(64), "it computes neither layer_norm nor rms_norm in float16"),
+    "limited in float16": (
+        Odd(lambda own, x: own.norm(x).clamp(-2, 2) if x.dtype == torch.float16 else own.norm(x)),
+        "it computes neither layer_norm nor rms_norm in float16",
+    ),
     "another eps in bfloat16": (
         Odd(lambda own, x: own.norm(x) * (0.9 if x.dtype == torch.bfloat16 else 1)),
         "it computes neither layer_norm nor rms_norm in bfloat16",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 
-import dtensor_fused_ranks  # noqa: F401  (adds to CHECKS)
 import dtensor_norm_ranks  # noqa: F401  (adds to CHECKS)
 import model_ranks  # noqa: F401  (adds to CHECKS)
 from rank_checks import CHECKS, Ranks

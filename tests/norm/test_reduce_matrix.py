@@ -95,23 +95,3 @@ def test_amax_of_a_matrix_is_one_launch_and_amax_of_rows_is_torch_s(kernels):
     )
     assert [launch.kernel.source for launch in kernels] == ["reduce_matrix.cu"] * 2
     assert torch.equal(quantization.amax_of(x, 1), x.abs().amax(1).float()) and len(kernels) == 2
-
-
-def test_slabs_fill_the_device():
-    """Many rows: more than two waves of blocks. Few rows: as few slabs as hold them."""
-    for num_rows, num_cols in ((49152, 3072), (8192, 12288), (4096, 10240), (131, 64)):
-        (launch, last), num_slabs, rows_of_slab = reduce_matrix_launch(
-            DEVICES["H200"], num_rows, num_cols, "bfloat16", 8, "bfloat16"
-        )
-        across, rows_at_once = (
-            -(-num_cols // 128),
-            launch.tile.rows_per_block * launch.tile.packs_per_thread,
-        )
-        assert num_slabs * rows_of_slab >= num_rows > (num_slabs - 1) * rows_of_slab
-        assert (
-            launch.grid_size == num_slabs * across
-            and last.kernel.source == "backward_parameters.cu"
-        )
-        assert (
-            launch.grid_size > 2 * 132 * launch.tile.blocks_per_sm or rows_of_slab == rows_at_once
-        )

@@ -22,10 +22,6 @@ from cupynorm.norm.request import (
     Launch,
     Margins,
     Quantization,
-    is_plain,
-    margin_of,
-    of_backward,
-    planned_with,
 )
 
 torch = pytest.importorskip("torch")
@@ -39,41 +35,6 @@ def forward_request(input=None, *, options=PLAIN, **operands) -> ForwardRequest:
 
 
 # Values that cannot change and can be keys.
-
-EXAMPLES = [
-    Margins(1, 2, 3),
-    Quantization("float8_e4m3fn", "row", True),
-    PLAIN._replace(launch=Launch("warp"), quantization=Quantization("float8_e5m2")),
-    BackwardOptions(True, (8,), gradients=("dx",), launch=Launch("block")),
-    ForwardOperands(None),
-    BackwardOperands(None, None, None, None),
-    ForwardRequest(ForwardOperands(None), PLAIN),
-    BackwardRequest(BackwardOperands(None, None, None, None), BackwardOptions(True, (8,))),
-]
-by_type = pytest.mark.parametrize("value", EXAMPLES, ids=lambda value: type(value).__name__)
-
-
-@by_type
-def test_no_field_can_be_assigned(value):
-    for name in value._fields:
-        with pytest.raises(AttributeError):
-            setattr(value, name, None)
-    with pytest.raises(AttributeError):
-        value.another_name = None
-
-
-@by_type
-def test_equal_values_are_one_key(value):
-    again = type(value)(*value)
-    assert again is not value
-    assert {value: "found"}[again] == "found"
-
-
-@by_type
-def test_each_field_is_part_of_the_key(value):
-    for name in value._fields:
-        other = value._replace(**{name: "another value"})
-        assert other not in {value: "found"}, name
 
 
 # Launch.
@@ -113,50 +74,7 @@ def test_a_margin_becomes_a_python_int():
         assert made == Margins(backward=5) and type(made.backward) is int
 
 
-def test_a_plan_takes_the_margin_of_its_kind_of_call():
-    launch = Launch("block", None, "two_pass", {"forward": 1, "inference": 3})
-    for kind, margin in (("forward", 1), ("backward", 0), ("inference", 3)):
-        assert planned_with(launch, kind) == {
-            "strategy": "block",
-            "tile": None,
-            "statistics": "two_pass",
-            "sm_margin": margin,
-        }
-        assert margin_of(Launch(sm_margin=5), kind) == 5
-        assert planned_with(None, kind) == {} and margin_of(None, kind) == 0
-
-
-def test_a_backward_takes_the_strategy_and_not_the_tile():
-    assert of_backward(None) is None
-    launch = Launch("warp", TILE, None, {"backward": 4})
-    assert of_backward(launch) == Launch("warp", sm_margin={"backward": 4})
-
-
 # is_plain. It reads which operands are there, not their values.
-
-PRESENT = object()
-
-
-@pytest.mark.parametrize(
-    "operands, options, expected",
-    [
-        ({"weight": PRESENT, "bias": PRESENT, "residual": PRESENT, "out": PRESENT}, {}, True),
-        ({}, {"zero_centered_weight": True, "out_dtype": "float32"}, True),
-        ({}, {"launch": Launch("warp", sm_margin=3)}, True),
-        ({}, {"round_x_hat": True}, False),
-        ({}, {"memory_efficient": True}, False),
-        ({}, {"quantization": Quantization("float8_e4m3fn")}, False),
-    ],
-)
-def test_is_plain_is_false_for_each_fused_option(operands, options, expected):
-    request = forward_request(PRESENT, options=PLAIN._replace(**options), **operands)
-    assert is_plain(request) is expected
-
-
-def test_the_plain_request_returns_the_input_as_its_sum():
-    x = np.ones((2, 8), np.float32)
-    assert cupynorm.layer_norm_forward(x, 8).sum is x
-    assert cupynorm.layer_norm_forward(x, 8, residual=x).sum is not x
 
 
 # Prepared calls. Tensors on the CPU are planned as on a GPU; nothing is launched.

@@ -32,8 +32,6 @@ def test_it_runs_on_two_processes():
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    norms = re.findall(r"(LayerNorm|RMSNorm): forward \d+, backward \d+$", done.stdout, re.M)
-    assert norms == ["LayerNorm", "RMSNorm"], done.stdout
     number = r"(\d+\.\d+)"
     names = ("one rank's part", "plain", "no overlap")
     ways = "; ".join(rf"{way} {number}, {number}" for way in names)

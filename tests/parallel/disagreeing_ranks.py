@@ -53,11 +53,6 @@ DIFFERENCES = {
     ),
     "region": (in_fp8(DELAYED), nothing, "recipe of fp8_autocast is none on rank 1 of tp_group"),
     "switched off": (in_fp8(DELAYED, enabled=False), in_fp8(DELAYED), "and none on rank 0"),
-    "calibration": (
-        in_fp8(DELAYED, enabled=False, calibrating=True),
-        in_fp8(DELAYED),
-        "calibrating is False on rank 1 of tp_group and True on rank 0",
-    ),
     "autocast": (
         partial(autocast, torch.bfloat16),
         nothing,

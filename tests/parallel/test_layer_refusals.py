@@ -36,17 +36,6 @@ def test_inputs(mode, shape, sentence):
         make(mode, sequence_parallel=True)(torch.ones(shape))
 
 
-def test_calibration_of_rows_that_ranks_share(monkeypatch):
-    monkeypatch.setattr(Ranks, "agree", lambda *given: None)  # the ranks' calls are alike
-    layer = make("row")
-    with fp8_autocast(enabled=False, calibrating=True):
-        with pytest.raises(
-            NotImplementedError, match="calibrating is True and parallel_mode 'row'"
-        ):
-            layer(torch.ones(4, 12))
-    assert layer.state_dict()["_extra_state"].numel() == 0
-
-
 def test_a_transformed_call_makes_no_scales(monkeypatch):
     monkeypatch.setattr(Ranks, "agree", lambda *given: None)
     layer = make("column")

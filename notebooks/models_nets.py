@@ -1,14 +1,161 @@
-"""BERT, ViT and a block of DiT, for models.py: written plainly, with torch's norms.
+"""Six models for models.py, written plainly, with torch's norms.
 
 A model has `blocks`, which torch.compile compiles one by one, `batch`, which makes random inputs
-and a target, and `loss`. There is no dropout, so that all variants compute the same.
+and a target, and `loss`.
 """
 
 from __future__ import annotations
 
 import torch
-from models_decoders import Batch, distance_loss, token_loss
 from torch.nn import functional
+from train_gpt import Gpt
+
+Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]  # inputs, target
+
+
+def token_loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy in float32. scores: [.., num_tokens]. target: [..]."""
+    return functional.cross_entropy(scores.float().flatten(0, -2), target.flatten())
+
+
+def distance_loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared difference in float32, for layers without a head. Both have one shape."""
+    return functional.mse_loss(y.float(), target.float())
+
+
+class Gpt2(Gpt):
+    """GPT-2 (Radford and others 2019): the GPT of train_gpt.py, whose head is the embedding."""
+
+    loss = staticmethod(token_loss)
+
+    def __init__(self, num_layers: int, width: int, context: int, num_tokens: int) -> None:
+        super().__init__(num_layers, width, context, num_tokens)
+        self.head.weight = self.tokens.weight
+
+    def batch(self, size: int, generator: torch.Generator) -> Batch:
+        """Tokens of `size` sequences, and those that follow each."""
+        num_tokens, _ = self.tokens.weight.shape
+        context, _ = self.positions.weight.shape
+        tokens = torch.randint(
+            num_tokens, (size, context + 1), generator=generator, device=generator.device
+        )
+        return (tokens[:, :-1],), tokens[:, 1:]
+
+
+class Rotary(torch.nn.Module):
+    """Rotary position embedding (Su and others 2021), in halves as Llama's weights need it."""
+
+    def __init__(self, context: int, head_dim: int, base: float) -> None:
+        super().__init__()
+        frequencies = base ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+        angles = torch.arange(context).float()[:, None] * torch.cat([frequencies, frequencies])
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch, num_heads, context, head_dim]."""
+        first, second = x.chunk(2, -1)
+        return x * self.cos.to(x.dtype) + torch.cat([-second, first], -1) * self.sin.to(x.dtype)
+
+
+class GroupedAttention(torch.nn.Module):
+    """Causal attention with fewer heads for keys and values. with_norms: of each q and k."""
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        head_dim: int,
+        eps: float,
+        with_norms: bool,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.queries = torch.nn.Linear(width, num_heads * head_dim, bias=False)
+        self.keys = torch.nn.Linear(width, num_kv_heads * head_dim, bias=False)
+        self.values = torch.nn.Linear(width, num_kv_heads * head_dim, bias=False)
+        self.out = torch.nn.Linear(num_heads * head_dim, width, bias=False)
+        self.query_norm = self.key_norm = torch.nn.Identity()
+        if with_norms:
+            self.query_norm = torch.nn.RMSNorm(head_dim, eps=eps)
+            self.key_norm = torch.nn.RMSNorm(head_dim, eps=eps)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        batch, context, _ = x.shape
+        queries = self.queries(x).view(batch, context, self.num_heads, self.head_dim)
+        keys, values = (
+            layer(x).view(batch, context, self.num_kv_heads, self.head_dim)
+            for layer in (self.keys, self.values)
+        )
+        attended = functional.scaled_dot_product_attention(
+            rotary(self.query_norm(queries).transpose(1, 2)),
+            rotary(self.key_norm(keys).transpose(1, 2)),
+            values.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class DecoderBlock(torch.nn.Module):
+    """A layer of Llama or Qwen3: attention and a gated MLP, each after an RMSNorm."""
+
+    def __init__(self, width: int, mlp_width: int, eps: float, **attention: int | bool) -> None:
+        super().__init__()
+        self.attention_norm = torch.nn.RMSNorm(width, eps=eps)
+        self.attention = GroupedAttention(width, eps=eps, **attention)
+        self.mlp_norm = torch.nn.RMSNorm(width, eps=eps)
+        self.gate = torch.nn.Linear(width, mlp_width, bias=False)
+        self.up = torch.nn.Linear(width, mlp_width, bias=False)
+        self.down = torch.nn.Linear(mlp_width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        normalized = self.mlp_norm(x)
+        return x + self.down(functional.silu(self.gate(normalized)) * self.up(normalized))
+
+
+class Decoder(torch.nn.Module):
+    """Layers of Llama or Qwen3 and the last norm.
+
+    There is no embedding and no head: beside so few layers they would take half of the step.
+    """
+
+    loss = staticmethod(distance_loss)
+
+    def __init__(
+        self,
+        num_layers: int,
+        width: int,
+        context: int,
+        *,
+        base: float,
+        eps: float,
+        head_dim: int,
+        **block: int | bool,
+    ) -> None:
+        super().__init__()
+        self.context, self.width = context, width
+        self.rotary = Rotary(context, head_dim, base)
+        self.blocks = torch.nn.ModuleList(
+            DecoderBlock(width, eps=eps, head_dim=head_dim, **block) for _ in range(num_layers)
+        )
+        self.norm = torch.nn.RMSNorm(width, eps=eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        return self.norm(x)
+
+    def batch(self, size: int, generator: torch.Generator) -> Batch:
+        """Hidden states of `size` sequences, with a gradient as in the middle of a model."""
+        shape = (size, self.context, self.width)
+        x, target = (
+            torch.randn(shape, generator=generator, device=generator.device) for _ in range(2)
+        )
+        return (x.requires_grad_(),), target
 
 
 class Attention(torch.nn.Module):
