@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cupynorm.gpu.nvrtc import environment
 from models_nets import Batch, Bert, Decoder, Dit, Gpt2, Vit
 from tqdm import tqdm
 from train_gpt import norms_in_float64
@@ -46,6 +45,7 @@ from train_gpt import norms_in_float64
 import cupynorm
 from cupynorm.bench.report import quartiles, rewrite_table
 from cupynorm.command_line import Appended, positive, several
+from cupynorm.gpu.nvrtc import environment
 from cupynorm.table import as_markdown, as_text
 
 DOCUMENT = Path("docs/benchmarks.md")

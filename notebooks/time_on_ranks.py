@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 import cupynorm
-from cupynorm.linear.operands import LinearOptions, Operands
 from cupynorm.linear.products import Pending
-from cupynorm.parallel import ranks
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPUS else "cpu"

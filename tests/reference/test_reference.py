@@ -377,5 +377,3 @@ def test_a_folded_layer_is_the_same_function(norm, zero_centered):
     without = reference.fold(given["norm_weight"], None, given["weight"], **options)
     np.testing.assert_array_equal(without.weight, folded.weight)
     assert without.bias.shape == (4,) and not without.bias.any()
-
-
