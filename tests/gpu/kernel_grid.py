@@ -11,13 +11,12 @@ import os
 import re
 from functools import cache
 
-from cupynorm.plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
-
 from cupynorm import functors
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.functor_text import Fused, FusedPart
+from cupynorm.plan.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from cupynorm.plan.instances import Kernel, Launch
 from cupynorm.plan.plans import plan
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
