@@ -51,10 +51,11 @@ struct Forward {
   __device__ __forceinline__ void write(const OwnRow& own, Row& values_of_row,
                                         const Statistics& mean_rstd, Reduce& reduce,
                                         Carried& carried, const Parameters& parameters = {}) const {
+    const bool present = own.present;  // read first: fewer instructions
     save(own, mean_rstd);
     if constexpr (Store::quantizes) {
       store.template write_row<centered>(*this, own, values_of_row, mean_rstd, reduce, carried);
-    } else if (own.present) {
+    } else if (present) {
       values_of_row.for_each_pack_with(
           parameters.loads_for(values_of_row, store),
           [&](long long col, const auto& values, bool in_row, const auto& kept) {
