@@ -61,7 +61,6 @@ functor = partial(cupynorm.functor, "Twice", "y = 2 * y;")
         (functor, "arrays", (3, object())),
         (functor, "numbers", (2.5, True)),
         (functor, "reference", (3, "y")),
-        (check, "progress", (3, "bar")),
         (layer, "init_method", (3, "normal")),
         (layer, "get_rng_state_tracker", (3, object())),
     ),

@@ -70,6 +70,7 @@ def check(
 
     norm: "layer_norm", "rms_norm" or both. launch: one or several; None leaves the choice to
     dispatch. on: "gpu", "cpu" for the same kernels on the CPU, or None for a GPU if there is one.
+    removed: keywords of earlier versions, which are refused.
 
     Returns a CheckResult: true if no tensor is off; prints as a table.
     Raises ValueError for an unknown norm and a wrong shape, TypeError for a dtype that the kernels

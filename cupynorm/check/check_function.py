@@ -93,6 +93,7 @@ def check_function(
     traps: also run data and layouts on which other libraries failed: cupynorm.check.traps lists
         them. An error that your function raises there is a finding.
     norm, eps, shapes, dtypes: as in cupynorm.check. zero_centered_weight: 1 + weight multiplies.
+    seed: of the random values.
 
     Returns a CheckResult. Raises ValueError for a result that is None, detached or of a wrong
     shape, a function that calls sys.exit, and arguments that do not go together; and what a

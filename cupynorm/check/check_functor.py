@@ -78,7 +78,8 @@ def check_functor(
         function of (num_rows, num_cols) that returns an array of one of these shapes. A functor
         alone has full arrays, and "rows" where it takes one element per row. A seed that is None is
         random.
-    norm, eps, dtypes, launch, on: as in cupynorm.check. seed: of the random values.
+    norm, eps, dtypes, launch, on: as in cupynorm.check. zero_centered_weight: as in
+        cupynorm.check_function. seed: of the random values.
 
     Returns a CheckResult. Raises ValueError for a functor without a reference, numbers that are not
     bound and shapes that are too wide; TypeError for what is no functor.
@@ -139,14 +140,10 @@ class FunctorProblem:
             return self.problem.case.x
         return dtype_of(self.problem.case, tensor)
 
-    @property
-    def role(self) -> str:
-        return self.functor.role
-
     def argument_and_gradient(self) -> tuple[np.ndarray, np.ndarray]:
         """What F is applied to, and the gradient of its result, without roundings."""
         problem, case = self.problem, self.problem.case
-        if self.role == "store":
+        if self.functor.role == "store":
             return expect(problem)["y"][0], problem.dy
         compute = compute_dtype(case.x).name
         dtypes = {name: case.dtype(name) for name in ("y", "weight", "bias")}
@@ -222,7 +219,7 @@ def _bound_of_gradients(
 
 def expect_with_functor(problem: FunctorProblem, rounded_mean: bool = False) -> Expected:
     """name -> (float64 result, allowed error): y, mean, rstd, dx, dweight, dbias, d<array>."""
-    bound = _of_store if problem.role == "store" else _of_load
+    bound = _of_store if problem.functor.role == "store" else _of_load
     expected, of_arrays = bound(problem, rounded_mean)
     case = problem.problem.case
     compute = compute_dtype(case.x).name
@@ -439,7 +436,7 @@ def _diagnose(functor_problem: FunctorProblem, judged: Judged) -> Diagnosis:
 
 def _mistakes(functor_problem: FunctorProblem, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:
     """What the tensor would be if a mistake had been made in the lines, and its name."""
-    value, problem = ROLES[functor_problem.role], functor_problem.problem
+    value, problem = ROLES[functor_problem.functor.role], functor_problem.problem
     tensor, expected = judged.tensor, judged.expected
     if tensor in ("y", "mean", "rstd"):
         plain = expect(problem)
@@ -457,7 +454,7 @@ def _mistakes(functor_problem: FunctorProblem, judged: Judged) -> Iterator[tuple
         overwritten = _product(functor_problem.slopes(values), upstream)
         of_array = _product(functor_problem.slopes(values, array), overwritten)
         yield f"d{value} was overwritten before {tensor} was computed", summed(of_array, shape)
-    elif functor_problem.role == "load":
+    elif functor_problem.functor.role == "load":
         if tensor == "dx":
             yield "the lines do not change dx: the derivative by x is missing", upstream
     else:

@@ -50,23 +50,11 @@ def choose(
     if smem_bytes:
         resident = min(resident, device.smem_per_sm // (smem_bytes + RESERVED_BYTES))
     amax_kernel, kernel = _row_kernels(problem, name, chosen, statistics)
-    parameters_tile = parameters_kernel = None
+    of_parameters = (None, None)
     if not problem.forward:
-        has_partials = keeps_sums(problem, chosen)
-        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials)
-    return Choice(
-        name,
-        chosen,
-        statistics,
-        kernel,
-        smem_bytes,
-        max(1, resident),
-        parameters_tile,
-        parameters_kernel,
-        reason,
-        amax_kernel,
-        by_dispatch=tile is None,
-    )
+        of_parameters = parameters_instance(problem, keeps_sums(problem, chosen))
+    of_rows = (name, chosen, statistics, kernel, smem_bytes, max(1, resident))
+    return Choice(*of_rows, *of_parameters, reason, amax_kernel, by_dispatch=tile is None)
 
 
 def _forced_tile(problem: Problem, device: Device, strategy: str, tile: Tile | None) -> Tile:
@@ -105,10 +93,8 @@ def _row_kernels(
     Backward `uncached` without dx and y has none: the sums of dweight and dbias read x and dy.
     """
     if problem.scaling and not scales_at_once(problem, tile, strategy):
-        amax, write = (
-            row_instance(problem, strategy, tile, statistics, step) for step in ("amax", "write")
-        )
-        return amax, write
+        row = (problem, strategy, tile, statistics)
+        return row_instance(*row, "amax"), row_instance(*row, "write")
     if problem.forward or problem.dx or problem.recomputed or strategy != "uncached":
         step = "write" if problem.scaling == "given" and not problem.amax else "all"
         return None, row_instance(problem, strategy, tile, statistics, step)
@@ -206,37 +192,27 @@ class Plan:
 
     def _facts(self) -> list[tuple[str, str]]:
         norm = "layer_norm" if self.problem.centered else "rms_norm"
-        tensors = ", ".join(
-            f"{name} {value}"
-            for name, value in asdict(self.problem).items()
-            if value and name in _TENSORS
-        )
+        problem, device = self.problem, self.device
+        named = ((name, value) for name, value in asdict(problem).items() if name in _TENSORS)
+        size = f"{self.num_rows} rows x {problem.num_cols} columns"
+        of_device = f"{device.num_sms} multiprocessors, sm_{device.compute_capability}"
         lines = [
-            (
-                "problem",
-                f"{norm} {self.problem.direction}, "
-                f"{self.num_rows} rows x {self.problem.num_cols} columns",
-            ),
-            ("tensors", tensors),
-            (
-                "device",
-                f"{self.device.name}, {self.device.num_sms} multiprocessors, "
-                f"sm_{self.device.compute_capability}",
-            ),
+            ("problem", f"{norm} {problem.direction}, {size}"),
+            ("tensors", ", ".join(f"{name} {value}" for name, value in named if value)),
+            ("device", f"{device.name}, {of_device}"),
             ("strategy", f"{self.strategy}: {self.reason}"),
             ("path", self.tile.path_in_words),
             ("tile", str(replace(self.tile, path=None))),
-            ("statistics", self.statistics if self.problem.forward else "given"),
+            ("statistics", self.statistics if problem.forward else "given"),
         ]
-        functors = (("x", self.problem.load), ("y", self.problem.store))
+        functors = (("x", problem.load), ("y", problem.store))
         lines += [(f"fused, on {value}", str(each)) for value, each in functors if each]
         for launch in self.launches:
             shape = f"grid {launch.grid_size} x block {launch.block_size}"
             if launch.cluster_size > 1:
                 shape += f" in clusters of {launch.cluster_size}"
-            lines.append(
-                (launch.kernel.source, f"{shape}, {launch.smem_bytes} bytes of shared memory")
-            )
+            shape += f", {launch.smem_bytes} bytes of shared memory"
+            lines.append((launch.kernel.source, shape))
         if not self.launches:
             lines.append(("launches", "none: there is nothing to compute"))
         moved = f"{self.bytes_moved:,}"
@@ -287,19 +263,10 @@ def make_plan(
         if one is None and choice.parameters_kernel and keeps_sums(problem, choice.tile):
             num_partials = launches[0].grid_size // choice.tile.cluster_size
     once = _bytes_once(problem, num_rows)
-    return Plan(
-        problem,
-        device,
-        num_rows,
-        choice.strategy,
-        choice.tile,
-        choice.statistics,
-        launches,
-        num_partials,
-        once + _bytes_moved(choice, problem, num_rows, num_partials),
-        once + num_rows * problem.bytes_per_row,
-        choice.reason,
-    )
+    moved = once + _bytes_moved(choice, problem, num_rows, num_partials)
+    needed = once + num_rows * problem.bytes_per_row
+    made = (choice.strategy, choice.tile, choice.statistics, launches, num_partials, moved, needed)
+    return Plan(problem, device, num_rows, *made, choice.reason)
 
 
 def _for_rows(
@@ -320,22 +287,11 @@ def _launches(
     """The kernels of rows, if there are any, then the sums of dweight and dbias."""
     launches = []
     if choice.kernel is not None:
-        num_first, rows_of_first = shares_of_first(choice, problem, device, num_rows, sm_margin)
-        grid = grid_size(choice, problem, device, num_rows, sm_margin)
-        launches = [
-            Launch(
-                kernel,
-                choice.tile,
-                grid,
-                choice.tile.block_size,
-                choice.smem_bytes,
-                choice.tile.cluster_size,
-                num_first=num_first,
-                rows_of_first=rows_of_first,
-            )
-            for kernel in (choice.amax_kernel, choice.kernel)
-            if kernel is not None
-        ]
+        tile, where = choice.tile, (choice, problem, device, num_rows, sm_margin)
+        shape = (tile, grid_size(*where), tile.block_size, choice.smem_bytes, tile.cluster_size)
+        shares = dict(zip(("num_first", "rows_of_first"), shares_of_first(*where)))
+        kernels = filter(None, (choice.amax_kernel, choice.kernel))
+        launches = [Launch(kernel, *shape, **shares) for kernel in kernels]
     if choice.parameters_kernel is not None:
         # Its blocks start while the partial sums are written, which hides the launch.
         overlaps = keeps_sums(problem, choice.tile) and device.compute_capability >= 90

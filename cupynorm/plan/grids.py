@@ -169,14 +169,8 @@ def parameters_launch(
     """The launch of backward_parameters.cu."""
     grid = ceil_div(problem.num_cols, tile.threads_per_row * tile.pack_size)
     grid = grid if most_blocks is None else min(grid, max(most_blocks, 1))
-    return Launch(
-        kernel,
-        tile,
-        grid,
-        tile.block_size,
-        smem_bytes_of(problem, tile, "parameters"),
-        overlaps=overlaps,
-    )
+    smem_bytes = smem_bytes_of(problem, tile, "parameters")
+    return Launch(kernel, tile, grid, tile.block_size, smem_bytes, overlaps=overlaps)
 
 
 # Backward in one launch: threads of a block, the fewest that are as many as rows; the rows that a
@@ -247,11 +241,8 @@ def _more_lanes(
     few = tile
     if tile.pack_size > 1 and (statistics == "two_pass" or not problem.centered):
         while few.packs_per_thread % 2 == 0 and 2 * few.threads_per_row <= most_lanes:
-            few = replace(
-                few,
-                threads_per_row=2 * few.threads_per_row,
-                packs_per_thread=few.packs_per_thread // 2,
-            )
+            lanes, packs = 2 * few.threads_per_row, few.packs_per_thread // 2
+            few = replace(few, threads_per_row=lanes, packs_per_thread=packs)
     for block_size in (256, 128, tile.block_size):
         rows = block_size // few.threads_per_row
         fitting = replace(few, rows_per_block=rows, blocks_per_sm=1)
@@ -285,14 +276,9 @@ def in_one_launch(choice: Choice, problem: Problem, num_rows: int) -> Launch | N
     few = replace(tile, rows_per_block=together, blocks_per_sm=1)
     row_blocks = ceil_div(num_rows, together)
     sum_blocks = ceil_div(problem.num_cols, sums.pack_size * sums.threads_per_row)
-    return Launch(
-        few_instance(problem, few, sums),
-        few,
-        row_blocks + sum_blocks,
-        block_size,
-        smem_bytes_of_few(problem, few, sums),
-        num_row_blocks=row_blocks,
-    )
+    instance, smem_bytes = few_instance(problem, few, sums), smem_bytes_of_few(problem, few, sums)
+    blocks = row_blocks + sum_blocks
+    return Launch(instance, few, blocks, block_size, smem_bytes, num_row_blocks=row_blocks)
 
 
 def smem_bytes_of_few(problem: Problem, tile: Tile, sums: Tile) -> int:
@@ -311,11 +297,8 @@ def few_instance(problem: Problem, tile: Tile, sums: Tile) -> Kernel:
     """The instance of backward_few.cu. sums: the tile of the blocks that own columns."""
     outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"
     name = f"{row_arguments(problem)}, {outputs}, {cpp_bool(problem.centered)}"
-    return Kernel(
-        "backward_few.cu",
-        f"backward_few<{name}, {tile.cpp}, {sums.cpp}>",
-        functor_structs(problem),
-    )
+    expression = f"backward_few<{name}, {tile.cpp}, {sums.cpp}>"
+    return Kernel("backward_few.cu", expression, functor_structs(problem))
 
 
 def quantize_launch(
@@ -394,9 +377,8 @@ def reduce_matrix_launch(
     wanted = ceil_div(_BLOCKS_PER_RESIDENT * tile.blocks_per_sm * device.num_sms, max(across, 1))
     rows_of_slab = ceil_div(max(num_rows, 1), wanted * rows_at_once) * rows_at_once
     num_slabs = ceil_div(num_rows, rows_of_slab)
-    kernel = Kernel(
-        "reduce_matrix.cu", f"reduce_matrix<{cpp_name(x)}, {cpp_bool(sums)}, {tile.cpp}>"
-    )
+    instance = f"reduce_matrix<{cpp_name(x)}, {cpp_bool(sums)}, {tile.cpp}>"
+    kernel = Kernel("reduce_matrix.cu", instance)
     smem_bytes = tile.block_size * pack_size * compute_dtype(x).itemsize if sums else 0
     launch = Launch(kernel, tile, num_slabs * across, tile.block_size, smem_bytes)
     if sums is None:
@@ -409,10 +391,5 @@ def reduce_matrix_launch(
 def update_scales_launch(num_tensors: int) -> Launch:
     """The kernel that ends a step of delayed scaling, with one block for each tensor."""
     tile = Tile(1, 256)
-    return Launch(
-        Kernel("update_scales.cu", f"update_scales<{tile.cpp}>"),
-        tile,
-        num_tensors,
-        tile.block_size,
-        256,
-    )
+    kernel = Kernel("update_scales.cu", f"update_scales<{tile.cpp}>")
+    return Launch(kernel, tile, num_tensors, tile.block_size, 256)

@@ -126,11 +126,7 @@ def compute_of_load(problem: Problem) -> str:
 
 
 def row_instance(
-    problem: Problem,
-    strategy: str,
-    tile: Tile,
-    statistics: str,
-    step: str = "all",
+    problem: Problem, strategy: str, tile: Tile, statistics: str, step: str = "all"
 ) -> Kernel:
     """The instance of the strategy's kernel for a problem."""
     zero_centered = cpp_bool(problem.zero_centered)
@@ -179,9 +175,7 @@ def row_arguments(problem: Problem) -> str:
             through = f", DxThroughLoad<{source}, {struct}>"
         store = f"SplitStore<{types}{through}>"
     if problem.recomputed:
-        types = ", ".join(
-            cpp_name(name) for name in (problem.recomputed, problem.weight, problem.bias)
-        )
+        types = cpp_names(problem.recomputed, problem.weight, problem.bias)
         store = f"RecomputingStore<{store}, {types}, {cpp_bool(problem.zero_centered)}>"
     weight = f"LoadParameter<{cpp_name(problem.weight)}, {cpp_bool(problem.zero_centered)}>"
     return f"{load_x_name(problem)}, {load_dy_name(problem)}, {weight}, {store}"
@@ -206,8 +200,6 @@ def parameters_instance(problem: Problem, has_partials: bool) -> tuple[Tile | No
     else:
         rows = f"PartialSums<{compute}>"
     outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"
-    return tile, Kernel(
-        "backward_parameters.cu",
-        f"backward_parameters<{rows}, {outputs}, {tile.cpp}>",
-        "" if has_partials else functor_structs(problem),
-    )
+    instance = f"backward_parameters<{rows}, {outputs}, {tile.cpp}>"
+    functors = "" if has_partials else functor_structs(problem)
+    return tile, Kernel("backward_parameters.cu", instance, functors)

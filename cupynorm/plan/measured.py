@@ -31,15 +31,8 @@ from .problem import (
 FILES = {"h200.csv": ("H200", "H100")}
 
 # The counts of a tile that a row lists.
-COUNTS = (
-    "pack_size",
-    "threads_per_row",
-    "rows_per_block",
-    "cluster_size",
-    "blocks_per_sm",
-    "stages",
-    "bundle",
-)
+COUNTS = ("pack_size", "threads_per_row", "rows_per_block", "cluster_size", "blocks_per_sm")
+COUNTS += ("stages", "bundle")
 
 # Without a weight or bias the compiler moves more loads ahead; threads with more elements spill.
 _LONG_ELEMENTS = 64
@@ -90,21 +83,11 @@ class Row:
         return self.from_cols <= num_cols <= self.to_cols and num_cols % self.step == 0
 
     def tile(self, problem: Problem) -> Tile:
+        counts = {name: getattr(self, name) for name in COUNTS}
         if self.path in ("smem", "uncached"):
-            counts = {name: getattr(self, name) for name in COUNTS}
             return Tile(**counts, path=self.path)
-        counts = {
-            name: getattr(self, name)
-            for name in ("rows_per_block", "blocks_per_sm", "stages", "bundle")
-        }
-        return shaped(
-            problem,
-            self.pack_size,
-            self.threads_per_row,
-            self.cluster_size,
-            path=self.path,
-            **counts,
-        )
+        sizes = counts.pop("pack_size"), counts.pop("threads_per_row")
+        return shaped(problem, *sizes, path=self.path, **counts)
 
 
 def class_of(problem: Problem) -> str | None:
@@ -191,9 +174,9 @@ def row_for(
     if key is None:
         raise ValueError(f"no row covers {problem}")
     counts = {name: getattr(tile, name) for name in COUNTS}
+    ends = {"from_cols": from_cols, "to_cols": to_cols, "step": 1}
     path = tile.of_strategy(strategy).path
-    others = {"step": 1, **others}
-    return Row(*key, path, strategy, from_cols=from_cols, to_cols=to_cols, **counts, **others)
+    return Row(*key, path, strategy, **counts, **(ends | others))
 
 
 def by_key(rows: Iterable[Row]) -> dict[Key, list[Row]]:
@@ -210,16 +193,8 @@ def _rows_of(name: str) -> dict[Key, list[Row]]:
     return by_key(read_rows(Path(__file__).parent / name))
 
 
-@dataclass(frozen=True)
-class _Used:
-    """The rows in use, their devices (None: any), and what plans call them."""
-
-    rows: dict[Key, list[Row]]
-    devices: tuple[Device, ...] | None
-    name: str
-
-
-_used: _Used | None = None
+# The rows of use_rows by class, their devices (None: any), and what plans call them.
+_used: tuple[dict[Key, list[Row]], tuple[Device, ...] | None, str] | None = None
 
 
 def use_rows(
@@ -231,21 +206,20 @@ def use_rows(
     """
     global _used
     devices = None if devices is None else tuple(devices)
-    _used = None if rows is None else _Used(by_key(rows), devices, name)
+    _used = None if rows is None else (by_key(rows), devices, name)
 
 
 def tile_in_use(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
     """(strategy, tile, reason) from the rows of use_rows; None without one that fits."""
-    if _used is None or (_used.devices is not None and device not in _used.devices):
-        return None
-    found = tile_of(_used.rows.get(key_of(problem), ()), problem, device)
-    if found is None:
+    rows, devices, name = _used or ({}, None, "")
+    found = tile_of(rows.get(key_of(problem), ()), problem, device)
+    if found is None or (devices is not None and device not in devices):
         return None
     try:
         check_tile(problem, *found, device)
     except ValueError:  # measured on a GPU that can do more
         return None
-    return (*found, f"from {_used.name}")
+    return (*found, f"from {name}")
 
 
 def measured_tile(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:

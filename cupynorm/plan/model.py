@@ -209,7 +209,8 @@ def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
     finds_scale, lanes = bool(fused & {"row", "block"}), tile.rows_per_block > 1
     if is_only_quantized(problem) and tile.cluster_size == 1:
         if not finds_scale:
-            return min(32 - 8 * (40 < elements < 64), 128 - elements), 1.0
+            few = 8 * (sm != 9) - 8 * (sm == 9 and 40 < elements < 64)
+            return min(32 + few, 128 - elements), 1.0
         fixed = (
             47.5
             - 16 * tile.exact

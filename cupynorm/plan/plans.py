@@ -111,10 +111,8 @@ def plan(
     dtypes |= {name: given for name, given in parameters.items() if given is not None}
     for name, given in dtypes.items():
         if given not in list(DTYPES):
-            known = (
-                *DTYPES,
-                *(EIGHT_BITS if name == "out_dtype" and direction == "forward" else ()),
-            )
+            known = list(DTYPES)
+            known += EIGHT_BITS if name == "out_dtype" and direction == "forward" else ()
             raise ValueError(f"{name} is {given!r}; expected one of {', '.join(known)}")
     switches = {"residual": residual, "zero_centered_weight": zero_centered_weight, "amax": amax}
     for name, given in switches.items():
@@ -135,27 +133,12 @@ def plan(
     tensors = {"y": y, "bias": bias, "residual": bool(residual), "amax": bool(amax)}
     tensors["scaling"] = (scale or "given") if is_quantized else None
     if direction == "backward":
-        tensors = {
-            "dy": y,
-            "dx": dtype,
-            "dweight": weight,
-            "dbias": bias,
-            "dsum": dtype if residual else None,
-        }
-    operands = [
-        OperandLayout(alignment, 0, ELEMENTS[name].itemsize)
-        for name in filter(None, (dtype, y, weight, bias))
-    ]
-    problem = Problem(
-        direction,
-        norm == "layer_norm",
-        num_cols,
-        dtype,
-        Layout.of(num_cols, operands),
-        weight=weight,
-        zero_centered=bool(zero_centered_weight),
-        **tensors,
-    )
+        tensors = {"dy": y, "dx": dtype, "dweight": weight, "dbias": bias}
+        tensors["dsum"] = dtype if residual else None
+    sizes = [ELEMENTS[name].itemsize for name in (dtype, y, weight, bias) if name]
+    layout = Layout.of(num_cols, [OperandLayout(alignment, 0, size) for size in sizes])
+    tensors |= {"weight": weight, "zero_centered": bool(zero_centered_weight)}
+    problem = Problem(direction, norm == "layer_norm", num_cols, dtype, layout, **tensors)
     return make_plan(problem, device, num_rows, **planned_with(launch_as, direction))
 
 
@@ -279,6 +262,9 @@ def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
     add("--table", action="store_true", help=table)
 
 
+_OPTIONS = ("dtype", "norm", "out_dtype", "scale", "amax", "residual", "strategy", "sm_margin")
+
+
 def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> int:
     """Prints plans or the table of strategies. Raises ValueError for options that do not fit."""
     if not arguments.table and arguments.num_cols is None:
@@ -292,22 +278,11 @@ def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> 
         return 0
     is_quantized = arguments.out_dtype in EIGHT_BITS
     direction = arguments.direction or ("forward" if is_quantized else "both")
+    options = {name: getattr(arguments, name) for name in _OPTIONS}
+    options["bias_dtype"] = "same" if arguments.norm == "layer_norm" else None
+    sizes = arguments.num_cols, arguments.rows
     plans = [
-        plan(
-            arguments.num_cols,
-            arguments.rows,
-            arguments.dtype,
-            norm=arguments.norm,
-            direction=each,
-            device=device,
-            bias_dtype="same" if arguments.norm == "layer_norm" else None,
-            out_dtype=arguments.out_dtype,
-            scale=arguments.scale,
-            amax=arguments.amax,
-            residual=arguments.residual,
-            strategy=arguments.strategy,
-            sm_margin=arguments.sm_margin,
-        )
+        plan(*sizes, direction=each, device=device, **options)
         for each in (DIRECTIONS if direction == "both" else (direction,))
     ]
     print("\n\n".join(map(str, plans)))

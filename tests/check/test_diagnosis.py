@@ -50,6 +50,12 @@ FORWARD = {
         lambda x, w, b, eps: by_std(x, w, b, np.sqrt(std_of(x, 1) ** 2 + eps)),
         "the variance is divided by num_cols - 1",
     ),
+    "zeros beyond the row": (
+        lambda x, w, b, eps: by_std(
+            x, w, b, np.sqrt(std_of(x) ** 2 + mean_of(x) ** 2 * 32 / 96 + eps)
+        ),
+        "the variance counts 32 elements beyond the row as (0 - mean)^2: mask x - mean",
+    ),
     "eps missing": (lambda x, w, b, eps: by_std(x, w, b, std_of(x)), "eps is missing"),
     "eps outside": (
         lambda x, w, b, eps: by_std(x, w, b, std_of(x) + eps),
@@ -118,6 +124,11 @@ BACKWARD = {
         "dx",
         lambda dy, x, h, w, rstd: rstd * (dy * w - mean_of(dy * w)),
         "the term x_hat * mean(wdy * x_hat) is missing",
+    ),
+    "weight twice": (
+        "dx",
+        lambda dy, x, h, w, rstd: rstd * (dy * w - mean_of(dy * w) - w * h * mean_of(dy * w * h)),
+        "the weight stands twice in the term x_hat * mean(wdy * x_hat)",
     ),
     "no weight": (
         "dx",
@@ -242,6 +253,23 @@ def test_statistics_in_16_bits_are_named():
 
     for sentence in diagnoses(forward=forward_of(in_half)):
         assert "accumulated in float16" in sentence or "16-bit arithmetic" in sentence
+
+
+@pytest.mark.parametrize("tensor", ["dweight", "dbias"])
+def test_sums_over_rows_in_16_bits_are_named_and_larger_errors_are_not(tensor):
+    def in_parts(far):
+        def change(dy, x, h, w, rstd):
+            terms = dy * h if tensor == "dweight" else dy
+            total = sum(sum_in_half(terms[part::4]).astype(np.float16) for part in range(4))
+            total[5] += far
+            return total
+
+        return backward_of(tensor, change)
+
+    options = {"dtypes": ["float16"], "shapes": [(64, 96)]}
+    words = "it has the errors of sums over rows in float16: accumulate it in float32"
+    assert words in diagnoses(backward=in_parts(0), **options)[0]
+    assert words not in diagnoses(backward=in_parts(8), **options)[0]
 
 
 def test_right_functions_have_no_diagnosis():

@@ -22,6 +22,7 @@ from cupynorm.norm.request import (
     Launch,
     Margins,
     Quantization,
+    of_backward,
 )
 
 torch = pytest.importorskip("torch")
@@ -32,9 +33,6 @@ PLAIN = ForwardOptions(True, (8,), 1e-5)
 
 def forward_request(input=None, *, options=PLAIN, **operands) -> ForwardRequest:
     return ForwardRequest(ForwardOperands(input, **operands), options)
-
-
-# Values that cannot change and can be keys.
 
 
 # Launch.
@@ -74,7 +72,9 @@ def test_a_margin_becomes_a_python_int():
         assert made == Margins(backward=5) and type(made.backward) is int
 
 
-# is_plain. It reads which operands are there, not their values.
+def test_a_backward_takes_the_strategy_and_not_the_tile():
+    launch = Launch("warp", TILE, None, {"backward": 4})
+    assert of_backward(launch) == Launch("warp", sm_margin={"backward": 4})
 
 
 # Prepared calls. Tensors on the CPU are planned as on a GPU; nothing is launched.

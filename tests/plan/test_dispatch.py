@@ -67,7 +67,8 @@ def test_tiles_of_blocks_that_fetch_the_next_row_early(scaling):
 BLOCKS_TO_8_BITS = {
     (4096, "given"): {1.9: 1, 3: 3, 12: 12, 20: 12, 80: 20},
     (4096, "tensor"): {1.9: 1, 3: 1, 12: 1, 20: 5, 80: 20},
-    (1280, "block"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
+    (1536, "row"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
+    (1536, "block"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
     # Blocks that fetch the next row early: the first get 36 of 40 rows, others two each.
     (4096, "row"): {1.9: 1, 3: 1, 40: 3},
     (4096, "block"): {1.9: 1, 3: 1, 40: 3},
