@@ -22,14 +22,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..functional import layer_norm, rms_norm
 from ..gpu.arrays import type_in_words
 from ..norm.checks import extents_of
 from ..norm.request import Launch, Margins
 from ..table import as_html, as_text
 from . import private
 from .modes import name_of
-from .modules import LayerNorm, Norm, RMSNorm, calls_the_norm
+from .modules import LayerNorm, Norm, RMSNorm, calls_the_norm, layer_norm, rms_norm
 
 
 class Swap(NamedTuple):
