@@ -149,10 +149,11 @@ def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None
     None on "meta", where no state can be.
     """
     device = function(scales.scale).device
+    if device.type == "meta":
+        return None
     if device == scales.scale.device:
         return scales
-    is_lost = device.type == "meta"
-    return None if is_lost else scales.copied(scales.dtypes, len(scales.amax_history), device)
+    return scales.copied(scales.dtypes, len(scales.amax_history), device)
 
 
 def check_is_no_replica(module: torch.nn.Module) -> None:
