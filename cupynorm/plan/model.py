@@ -174,8 +174,9 @@ def _registers_of_copied(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
     finds_scale = bool(fused & {"row", "block"})
     if tile.path == "ring" and problem.forward:
         fixed = 104 + 32 * ("store" in fused) + 24 * finds_scale * (1 + residual) + 8 * (sm == 12)
-        if single and elements > 40:
-            fixed += 75 * residual + ("row" in fused) * max(0, 1.5 * elements - 56)
+        if elements > 40 and tile.pack_size * problem.itemsize < 16:
+            fixed += (75 if single else 8) * residual
+            fixed += single * ("row" in fused) * max(0, 1.5 * elements - 56)
         return fixed, 0
     if tile.path == "ring":
         return 60 - 20 * (elements > 40 and not single), 3.375 + 0.75 * single
