@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from . import functors as functors
     from . import reference as reference
-    from .check.check import check as check
-    from .check.check_function import check_function as check_function
-    from .check.check_functor import check_functor as check_functor
-    from .check.results import CheckResult as CheckResult
+    from .dispatch.devices import DEVICES as DEVICES
+    from .dispatch.devices import Device as Device
+    from .dispatch.dispatch import Plan as Plan
+    from .dispatch.functor_text import Functor as Functor
+    from .dispatch.functor_text import FunctorError as FunctorError
+    from .dispatch.functor_text import functor as functor
+    from .dispatch.plans import plan as plan
+    from .dispatch.plans import use_tiles as use_tiles
+    from .dispatch.problem import Tile as Tile
+    from .dispatch.strategies import STRATEGIES as STRATEGIES
     from .explore.experiment import Experiment as Experiment
     from .explore.experiment import experiment as experiment
     from .explore.explain import Explanation as Explanation
@@ -51,16 +57,10 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .norm.request import Launch as Launch
     from .norm.request import Quantize as Quantize
     from .parallel.module import LayerNormLinear as LayerNormLinear
-    from .plan.devices import DEVICES as DEVICES
-    from .plan.devices import Device as Device
-    from .plan.dispatch import Plan as Plan
-    from .plan.functor_text import Functor as Functor
-    from .plan.functor_text import FunctorError as FunctorError
-    from .plan.functor_text import functor as functor
-    from .plan.plans import plan as plan
-    from .plan.plans import use_tiles as use_tiles
-    from .plan.problem import Tile as Tile
-    from .plan.strategies import STRATEGIES as STRATEGIES
+    from .verify.check import check as check
+    from .verify.check_function import check_function as check_function
+    from .verify.check_functor import check_functor as check_functor
+    from .verify.results import CheckResult as CheckResult
 
 __version__ = "0.2.0"
 
@@ -74,16 +74,16 @@ _WITHOUT_TORCH = {
     " layer_norm_backward rms_norm_backward",
     "norm.request": "Forward Backward FusedBackward Quantize Launch",
     "norm.quantized": "QuantizedTensor",
-    "plan.devices": "DEVICES Device",
-    "plan.dispatch": "Plan",
-    "plan.functor_text": "functor Functor FunctorError",
-    "plan.plans": "plan use_tiles",
-    "plan.problem": "Tile",
-    "plan.strategies": "STRATEGIES",
-    "check.check": "check",
-    "check.check_function": "check_function",
-    "check.check_functor": "check_functor",
-    "check.results": "CheckResult",
+    "dispatch.devices": "DEVICES Device",
+    "dispatch.dispatch": "Plan",
+    "dispatch.functor_text": "functor Functor FunctorError",
+    "dispatch.plans": "plan use_tiles",
+    "dispatch.problem": "Tile",
+    "dispatch.strategies": "STRATEGIES",
+    "verify.check": "check",
+    "verify.check_function": "check_function",
+    "verify.check_functor": "check_functor",
+    "verify.results": "CheckResult",
     "explore.experiment": "experiment Experiment",
     "explore.explain": "explain Explanation",
     "explore.trace": "trace Trace",
@@ -151,17 +151,3 @@ if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspe
 
 def __dir__() -> list[str]:
     return sorted(["__version__", *_MODULES, *_NAMES])
-
-
-class _Package(ModuleType):
-    """Keeps `plan` and `check` as functions, although folders have the same names.
-
-    Python sets a submodule as an attribute of its package when the submodule is first imported.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _NAMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

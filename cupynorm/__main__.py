@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from . import __version__
 from .bench import bench_command
-from .check import command as check_command
+from .dispatch import plans
+from .dispatch.devices import Device
 from .gpu import launch, on_cpu
 from .gpu.nvrtc import MissingLibraryError, has_gpu
-from .plan import plans
-from .plan.devices import Device
 from .table import printable
+from .verify import command as check_command
 
 COMMANDS = ("check", "plan", "bench", "tune")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
+from .dispatch.functor_text import Fuse
 from .gpu import arrays
 from .norm import calls
 from .norm.checks import (
@@ -35,7 +36,6 @@ from .norm.request import (
     checked_launch,
     is_plain,
 )
-from .plan.functor_text import Fuse
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

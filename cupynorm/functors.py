@@ -16,7 +16,7 @@ import math
 import numbers
 from typing import Any
 
-from .plan.functor_text import BoundFunctor, functor
+from .dispatch.functor_text import BoundFunctor, functor
 
 
 def _silu_gate(y: Any, gate: Any) -> Any:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.cases import Problem
 from cupynorm.gpu import arrays
+from cupynorm.verify.cases import Problem
 
 
 def ones(*shape: int, dtype: str = "float32") -> np.ndarray:

@@ -85,10 +85,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
     """
     import torch
 
-    from cupynorm.check.kernels import CpuMachine
+    from cupynorm.dispatch.devices import DEVICES
     from cupynorm.gpu import arrays, launch
     from cupynorm.norm import prepared
-    from cupynorm.plan.devices import DEVICES
+    from cupynorm.verify.kernels import CpuMachine
 
     launched = []
 

@@ -4,7 +4,7 @@ A family has what decides which kernels are compiled; a drawn list of calls has 
 a compilation is shared. check_call makes a call by the public functions with torch tensors and
 holds it to this:
 
-- Each element of each output is within the bound that cupynorm.check.bounds derives.
+- Each element of each output is within the bound that cupynorm.verify.bounds derives.
 - y in 8 bits, and its scales, are what a row within those bounds is quantised to.
 - Inputs, and what surrounds operands and outputs, keep their bytes.
 - The same call gives the same bits again, and so does a row alone if operands are contiguous.
@@ -24,17 +24,17 @@ from hypothesis import strategies as st
 from quantized_calls import GIVEN_SCALE, How, judge_values
 
 import cupynorm
-from cupynorm.check.bounds import expect
-from cupynorm.check.cases import NORMS, Case, Problem, random_problem
-from cupynorm.check.check_function import laid_out
-from cupynorm.check.check_functor import FunctorProblem, expect_with_functor
-from cupynorm.check.kernels import uses_welford
-from cupynorm.check.results import Finding, judge_against
+from cupynorm.dispatch.devices import DEVICES, Device
+from cupynorm.dispatch.problem import SCALINGS
+from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu import arrays
-from cupynorm.plan.devices import DEVICES, Device
-from cupynorm.plan.problem import SCALINGS
-from cupynorm.plan.strategies import STATISTICS, STRATEGIES
+from cupynorm.verify.bounds import expect
+from cupynorm.verify.cases import NORMS, Case, Problem, random_problem
+from cupynorm.verify.check_function import laid_out
+from cupynorm.verify.check_functor import FunctorProblem, expect_with_functor
+from cupynorm.verify.kernels import uses_welford
+from cupynorm.verify.results import Finding, judge_against
 
 GUARD = 128  # elements before and after a tensor: 256 bytes, the alignment of new tensors, or more
 LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "transposed", "negated")

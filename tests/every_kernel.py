@@ -37,12 +37,12 @@ from kernel_checks import run
 from kernel_paths import PATHS, Call, calls, case_of
 from quantized_calls import How, judge_values, run_8_bits
 
-from cupynorm.check.cases import Case, Problem, random_problem
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
-from cupynorm.check.results import CheckResult, Finding, judge_all
-from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import nvrtc
+from cupynorm.verify.cases import Case, Problem, random_problem
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine, uses_welford
+from cupynorm.verify.results import CheckResult, Finding, judge_all
+from cupynorm.verify.run import run_kernels
 
 # Few rows, whose backward is one launch, and rows beyond those of kernel_paths.py.
 WIDE = [

@@ -9,12 +9,12 @@ from cupynorm.reference import fp8
 from every_quantized import E4M3, E5M2, Kept
 from quantized_calls import same_bytes
 
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.results import Finding, judge
+from cupynorm.dispatch.grids import update_scales_launch
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.quantized import QuantizeOptions, quantize_call, reduce_matrix_call
-from cupynorm.plan.grids import update_scales_launch
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.verify.results import Finding, judge
 
 
 class Matrix(NamedTuple):

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parent / "kernels"))  # every_kernel.py is al
 import few_cases
 import product_cases
 
-from cupynorm.check.results import Finding
+from cupynorm.verify.results import Finding
 
 
 class Product(NamedTuple):

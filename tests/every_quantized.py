@@ -10,11 +10,11 @@ import numpy as np
 import quantized_calls as quantized
 from quantized_calls import How
 
-from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.dispatch.problem import SCALINGS, Tile
+from cupynorm.dispatch.strategies import STRATEGIES
 from cupynorm.dtypes import FLOAT8S
-from cupynorm.plan.problem import SCALINGS, Tile
-from cupynorm.plan.strategies import STRATEGIES
+from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine
 
 E4M3, E5M2 = FLOAT8S
 NUM_FEW = 4

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import numpy as np
 from cupynorm.reference import fp8
 
-from cupynorm.check.bounds import expect
-from cupynorm.check.cases import Case, Problem
-from cupynorm.check.kernels import Machine
-from cupynorm.check.results import Finding, judge_against
-from cupynorm.check.run import Tensors, run_forward
+from cupynorm.dispatch.dispatch import Plan
+from cupynorm.dispatch.problem import cols_of_scale
 from cupynorm.dtypes import compute_dtype, decode
 from cupynorm.norm.quantized import scale_memory, scale_shape, unpacked
 from cupynorm.norm.request import Launch, Quantization
-from cupynorm.plan.dispatch import Plan
-from cupynorm.plan.problem import cols_of_scale
+from cupynorm.verify.bounds import expect
+from cupynorm.verify.cases import Case, Problem
+from cupynorm.verify.kernels import Machine
+from cupynorm.verify.results import Finding, judge_against
+from cupynorm.verify.run import Tensors, run_forward
 
 GIVEN_SCALE = 20.0
 _SMALLEST = 2.0**-149  # of float32: what a scale_inv below 2^-126 is rounded to

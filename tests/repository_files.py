@@ -7,7 +7,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "cupynorm"
 CUDA_SRC = REPOSITORY / "cuda_src"
-# By path in the package: "dtypes", "plan/dispatch".
+# By path in the package: "dtypes", "dispatch/dispatch".
 MODULES = {
     path.relative_to(PACKAGE).with_suffix("").as_posix(): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -25,14 +25,14 @@ from repository_files import (
 )
 
 # From the bottom up: a module imports from its own folder or from those before it.
-HOUSE = ("dtypes", "command_line", "table", "plan", "gpu", "norm", "functors", "nn")
-HOUSE += ("linear", "parallel", "functional", "check", "bench", "explore", "__main__")
+HOUSE = ("dtypes", "command_line", "table", "dispatch", "gpu", "norm", "functors", "nn")
+HOUSE += ("linear", "parallel", "functional", "verify", "bench", "explore", "__main__")
 BELOW_ALL = {"reference", "data", "__version__", ""}
 TORCH = {"nn", "linear", "parallel", "bench"}  # import torch at module level
 
 
 def folder_of(name: str) -> str:
-    """Of a module, given as "plan/tile" or "plan.tile"."""
+    """Of a module, given as "dispatch/tile" or "dispatch.tile"."""
     return re.split(r"[/.]", name)[0]
 
 
@@ -116,7 +116,7 @@ def test_libraries_are_imported_where_they_may_be():
                 assert not is_top or folder in TORCH, f"{name} imports torch at module level"
             if library in ("cupy", "cupy_backends", "cupyx"):
                 assert folder == "gpu" and not is_top, f"{name} imports {imported}"
-            if folder in ("dtypes", "plan"):
+            if folder in ("dtypes", "dispatch"):
                 pure = {*sys.stdlib_module_names, "numpy", "cupynorm"}
                 assert library in pure, f"{name} imports {imported}"
     for path in (REPOSITORY / "reference").glob("*.py"):
@@ -283,7 +283,7 @@ def test_sources_are_formatted_and_linted(tmp_path):
     assert complaint("clang-format", "--dry-run", "-Werror", str(wrong))
     assert not complaint("clang-format", "--dry-run", "-Werror", *map(str, SOURCES))
     files = list(map(str, PYTHON))
-    assert not complaint("ruff", "check", "--no-cache", *files)
+    assert not complaint("ruff", "verify", "--no-cache", *files)
     assert not complaint("ruff", "format", "--check", "--no-cache", *files)
 
 

@@ -13,10 +13,10 @@ import pytest
 import cupynorm
 from cupynorm.__main__ import main
 from cupynorm.bench.report import SHORT_COLS, read
-from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.dispatch import widest
-from cupynorm.plan.problem import SCALINGS
-from cupynorm.plan.strategies import STRATEGIES
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.dispatch import widest
+from cupynorm.dispatch.problem import SCALINGS
+from cupynorm.dispatch.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"

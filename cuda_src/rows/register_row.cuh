@@ -19,7 +19,7 @@ struct RegisterBudget {
   static constexpr bool unpack_each_pass = elements > most_unpacked;
 
   // Packs of results in the compute type that can be kept too: all, or 0. The limit of 320 bytes is
-  // that of cupynorm/plan/abilities.py.
+  // that of cupynorm/dispatch/abilities.py.
   static constexpr int num_kept_results =
       tile.cols() / tile.threads_per_row * sizeof(Compute) > 320 ? 0 : tile.packs_per_thread;
   // Beside such results: whether a second maximum fits; whether the one-instruction maximum of a

@@ -12,9 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from ..command_line import Appended, Commands, check_folders, number, positive, positives, several
+from ..dispatch.problem import DIRECTIONS, NORMS, SCALINGS
 from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
 from ..gpu.nvrtc import MissingLibraryError
-from ..plan.problem import DIRECTIONS, NORMS, SCALINGS
 from ..table import as_text
 from . import report
 from .cells import COLS, FORMATS, LINEAR_SHAPES, MODELS, PASSES, cells, linear_cells

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from ..dispatch.problem import DIRECTIONS, NORMS, cols_of_scale
 from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
-from ..plan.problem import DIRECTIONS, NORMS, cols_of_scale
 
 COLS = tuple(2**exponent for exponent in range(5, 19))
 EPS = 1e-5

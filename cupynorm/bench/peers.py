@@ -20,14 +20,14 @@ from torch.nn import functional
 
 from .. import functional as ours
 from .. import reference
+from ..dispatch.problem import Tile, cols_of_scale
+from ..dispatch.strategies import STRATEGIES
 from ..dtypes import EIGHT_BITS, compute_dtype
 from ..nn import recipes
 from ..nn.scales import fp8_autocast
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Launch, Quantize
 from ..parallel.module import LayerNormLinear
-from ..plan.problem import Tile, cols_of_scale
-from ..plan.strategies import STRATEGIES
 from .cells import EPS, FORMATS, GEMM, OURS, Cell, LinearCell
 from .timer import Runner
 from .truth import Tensors, float64, normal_values

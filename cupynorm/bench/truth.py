@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..check.bounds import Expected, expect
-from ..check.cases import Case, Problem
+from ..dispatch.problem import cols_of_scale
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
-from ..plan.problem import cols_of_scale
+from ..verify.bounds import Expected, expect
+from ..verify.cases import Case, Problem
 from .cells import EPS, Cell
 from .timer import Runner
 

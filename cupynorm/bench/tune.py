@@ -25,12 +25,12 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from ..dispatch.devices import Device
+from ..dispatch.measured import COUNTS, Row, key_of, read_rows, row_for, write_rows
+from ..dispatch.problem import PATHS_OF_STRATEGY, SCALINGS
+from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
 from ..gpu import launch, nvrtc
-from ..plan.devices import Device
-from ..plan.measured import COUNTS, Row, key_of, read_rows, row_for, write_rows
-from ..plan.problem import PATHS_OF_STRATEGY, SCALINGS
-from ..plan.strategies import STRATEGIES
 from .cells import Cell
 from .measure import in_processes, plan_of
 from .peers import first_line, prepare

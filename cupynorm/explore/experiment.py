@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 
 from ..bench.timer import Runner, Timer, take_turns
-from ..check import kernels
-from ..check.cases import NORMS, Case, Problem, random_problem
-from ..check.check import check_seed
-from ..check.kernels import Machine, uses_welford
-from ..check.results import CheckResult
-from ..check.run import run_kernels
-from ..check.traps import Trial, default_problem
+from ..dispatch.devices import DEVICES
+from ..dispatch.dispatch import Plan
+from ..dispatch.instances import Launch
+from ..dispatch.plans import full_name, plan
+from ..dispatch.problem import Direction, NormName, Tile
+from ..dispatch.strategies import StatisticsName, StrategyName
 from ..dtypes import decode, encode
 from ..gpu import nvrtc
 from ..gpu.nvrtc import source_files
 from ..gpu.on_cpu import OnCpuError
 from ..norm.request import tile_of
-from ..plan.devices import DEVICES
-from ..plan.dispatch import Plan
-from ..plan.instances import Launch
-from ..plan.plans import full_name, plan
-from ..plan.problem import Direction, NormName, Tile
-from ..plan.strategies import StatisticsName, StrategyName
 from ..table import as_html, as_text
+from ..verify import kernels
+from ..verify.cases import NORMS, Case, Problem, random_problem
+from ..verify.check import check_seed
+from ..verify.kernels import Machine, uses_welford
+from ..verify.results import CheckResult
+from ..verify.run import run_kernels
+from ..verify.traps import Trial, default_problem
 from .changes import Changes, changed_sources
 
 _RUNS = 20

@@ -7,17 +7,17 @@ import html
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..check.cases import NORMS
+from ..dispatch.devices import Device
+from ..dispatch.dispatch import Plan, widest
+from ..dispatch.instances import Launch
+from ..dispatch.plans import device_of, full_name, plan
+from ..dispatch.problem import Direction, NormName, Tile
+from ..dispatch.strategies import STRATEGIES, StatisticsName, StrategyName
 from ..dtypes import DTYPES, ELEMENTS
 from ..gpu import nvrtc, on_cpu
 from ..gpu.nvrtc import cuda_src
-from ..plan.devices import Device
-from ..plan.dispatch import Plan, widest
-from ..plan.instances import Launch
-from ..plan.plans import device_of, full_name, plan
-from ..plan.problem import Direction, NormName, Tile
-from ..plan.strategies import STRATEGIES, StatisticsName, StrategyName
 from ..table import as_html, as_text
+from ..verify.cases import NORMS
 from .trace import Trace, drawn, trace
 
 # Bytes and float32 operations a second, from NVIDIA's data sheets (SXM where there are several).

@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..check.cases import NORMS, Case, random_problem
-from ..check.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
-from ..check.kernels import CpuMachine
-from ..check.run import run_kernels
+from ..dispatch.devices import Device
+from ..dispatch.dispatch import Plan
+from ..dispatch.instances import Launch
+from ..dispatch.plans import full_name, plan
+from ..dispatch.problem import Direction, NormName, Tile
+from ..dispatch.strategies import StatisticsName, StrategyName
 from ..gpu import on_cpu
 from ..norm.checks import names_what_was_removed
 from ..norm.request import tile_of
-from ..plan.devices import Device
-from ..plan.dispatch import Plan
-from ..plan.instances import Launch
-from ..plan.plans import full_name, plan
-from ..plan.problem import Direction, NormName, Tile
-from ..plan.strategies import StatisticsName, StrategyName
 from ..table import as_html, as_text
+from ..verify.cases import NORMS, Case, random_problem
+from ..verify.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
+from ..verify.kernels import CpuMachine
+from ..verify.run import run_kernels
 from .changes import Changes, changed_sources
 
 # trace::Event of cuda_src/on_cpu/cuda_on_cpu_trace.h.

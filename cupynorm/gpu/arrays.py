@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dispatch.problem import OperandLayout
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S, decode, encode
-from ..plan.problem import OperandLayout
 from . import launch, nvrtc
 
 

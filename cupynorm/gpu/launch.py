@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
-from ..plan.devices import Device, device_like
-from ..plan.instances import Kernel, Launch
+from ..dispatch.devices import Device, device_like
+from ..dispatch.instances import Kernel, Launch
 from . import nvrtc
 
 _MAX_WORDS = 448  # functors of both roles with all their arrays, forward and gradient

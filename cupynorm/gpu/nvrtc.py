@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan.functor_text import FunctorError
-from ..plan.instances import Kernel
+from ..dispatch.functor_text import FunctorError
+from ..dispatch.instances import Kernel
 
 # The package is not on PyPI, where anybody may take its name.
 _HOW_TO_INSTALL = (

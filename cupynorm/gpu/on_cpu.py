@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ..plan.functor_text import FunctorError
-from ..plan.instances import Kernel
+from ..dispatch.functor_text import FunctorError
+from ..dispatch.instances import Kernel
 from . import nvrtc
 from .nvrtc import cache_folder, cuda_src, include_options, is_private, locked
 

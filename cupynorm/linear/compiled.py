@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import product_plan
 from ..gpu import launch
 from ..nn import by_torch, modes
 from ..nn.modes import arithmetic, name_of
 from ..norm.request import margin_of
-from ..plan import product_plan
 from . import one_kernel, products
 from .operands import LinearOptions, Operands, concatenate
 

@@ -78,10 +78,10 @@ def layer_norm_linear(
         an element instead of 4. The kernel of the input's gradient writes it, equal to that of
         forward except for the last bits of its mean.
     fused: None takes one kernel for the norm and the product where it is measured to be faster and
-        as exact, and keeps no memory for it: cupynorm.plan.product_plan.choose says why or why
+        as exact, and keeps no memory for it: cupynorm.dispatch.product_plan.choose says why or why
         not. "plain" takes a norm and a product after it. "kernel" names the kernel, in 16 bits on a
         GPU of compute capability 9.0. The normalised tensor then never exists. Its limits:
-        cupynorm.plan.product_plan.why_not; for few rows, why_not_few. Other calls take the plain
+        cupynorm.dispatch.product_plan.why_not; for few rows, why_not_few. Other calls take the plain
         path. Numerics: cupynorm.linear.one_kernel.
 
     Returns y of shape (..., out_features), of input's dtype, or (y, normalized, sum) with those

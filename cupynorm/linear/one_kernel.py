@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch import product_plan
 from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
 from ..nn.modes import name_of
 from ..norm.calls import FOR_Y
 from ..norm.request import margin_of
-from ..plan import product_plan
 from .operands import LinearOptions, Operands, as_rows, check_eps
 
 

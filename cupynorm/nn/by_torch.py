@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..dispatch.functor_text import BoundFunctor, Functors
+from ..dispatch.problem import cols_of_scale
 from ..gpu.arrays import type_in_words
 from ..norm.checks import check_forward, dtype_name, with_seeds
 from ..norm.quantized import arranged, as_quantized_tensor, scale_shape
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, replaced
-from ..plan.functor_text import BoundFunctor, Functors
-from ..plan.problem import cols_of_scale
 from . import modes, private
 from . import quantization as of_torch
 from .modes import arithmetic

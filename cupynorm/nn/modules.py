@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Proxy
 
+from ..dispatch.functor_text import BoundFunctor, Functors, Fuse
 from ..functional import layer_norm, rms_norm
 from ..gpu import arrays
 from ..norm.checks import bind_functors, extents_of, names_what_was_removed, refuse_keywords
@@ -24,7 +25,6 @@ from ..norm.request import (
     Quantization,
     checked_launch,
 )
-from ..plan.functor_text import BoundFunctor, Functors, Fuse
 from . import autograd, by_torch, scales
 from .modes import is_recorded, is_transformed, learns_shapes, name_of, run_untraced
 from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dispatch.devices import Device
+from ..dispatch.dispatch import Plan, make_plan
+from ..dispatch.functor_text import Functor, Functors, Fused, FusedPart, labels
+from ..dispatch.instances import Launch
+from ..dispatch.problem import Layout, Problem
 from ..dtypes import DTYPES, compute_dtype
 from ..gpu import arrays
 from ..gpu.arrays import Rows, View
-from ..plan.devices import Device
-from ..plan.dispatch import Plan, make_plan
-from ..plan.functor_text import Functor, Functors, Fused, FusedPart, labels
-from ..plan.instances import Launch
-from ..plan.problem import Layout, Problem
 from .checks import ALL_ROWS, pattern_of
 from .request import Array, BackwardOptions, ForwardOptions, Quantization, planned_with
 
@@ -107,7 +107,7 @@ class PlacedFunctor(NamedTuple):
     gradients: tuple[str | None, ...] = ()
 
     def fused(self, num_cols: int, pack_size: int) -> FusedPart:
-        """As plan/problem.py takes it. pack_size: the widest pack of the kernel."""
+        """As dispatch/problem.py takes it. pack_size: the widest pack of the kernel."""
         reaches = []
         for array in self.arrays:
             limit = Layout.of(num_cols, [array.rows.layout()]).pack_limit
@@ -128,7 +128,7 @@ class PlacedFunctors(NamedTuple):
     store: tuple[PlacedFunctor, ...] = ()
 
     def fused(self, role: str, num_cols: int, pack_size: int, source: str | None) -> Fused | None:
-        """Those of a role, as plan/problem.py takes them."""
+        """Those of a role, as dispatch/problem.py takes them."""
         parts = tuple(each.fused(num_cols, pack_size) for each in getattr(self, role))
         return Fused(parts, source) if parts else None
 
@@ -354,7 +354,7 @@ def _scale_words(problem: Problem, quantization: Quantization, num_rows: int) ->
 def _functor_words(
     placed: Sequence[PlacedFunctor], problem: Problem, backward: bool = False
 ) -> Words:
-    """The struct of the functors of one role (plan/functors.py): Chain or ChainGradient."""
+    """The struct of the functors of one role (dispatch/functor_text.py): Chain or ChainGradient."""
     words = []
     for at, each in enumerate(placed):
         if backward and at < len(placed) - 1:

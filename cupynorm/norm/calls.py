@@ -10,10 +10,10 @@ import math
 from operator import itemgetter
 from typing import Any
 
+from ..dispatch.dispatch import choose
+from ..dispatch.problem import Layout, Problem
 from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
-from ..plan.dispatch import choose
-from ..plan.problem import Layout, Problem
 from .arguments import (
     backward_call,
     forward_call,

@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from ..dispatch.functor_text import BoundFunctor, Functor, Functors, check_chain
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import arrays, nvrtc
-from ..plan.functor_text import BoundFunctor, Functor, Functors, check_chain
 from .request import (
     GRADIENTS,
     Array,

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from .. import reference
+from ..dispatch.functor_text import BoundFunctor, Functor, FusedPart, struct_text
 from ..dtypes import compute_dtype, decode, encode
 from ..gpu import arrays, launch
-from ..plan.functor_text import BoundFunctor, Functor, FusedPart, struct_text
 from ..reference.layer_norm import affine
 from .arguments import summed
 from .quantized import quantize_on_host

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dispatch.devices import Device
+from ..dispatch.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
+from ..dispatch.problem import ceil_div, cols_of_scale
 from ..dtypes import compute_dtype
 from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
-from ..plan.devices import Device
-from ..plan.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
-from ..plan.problem import ceil_div, cols_of_scale
 from ..reference import fp8
 from ..table import pairs_as_html
 from .arguments import (

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dispatch.functor_text import Functors
+from ..dispatch.model import check_path
+from ..dispatch.problem import PATHS, Tile
+from ..dispatch.strategies import StatisticsName, StrategyName, check_choice
 from ..dtypes import DTYPES, EIGHT_BITS
 from ..gpu import arrays
-from ..plan.functor_text import Functors
-from ..plan.model import check_path
-from ..plan.problem import PATHS, Tile
-from ..plan.strategies import StatisticsName, StrategyName, check_choice
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
 
@@ -183,7 +183,7 @@ def _margin(value: object) -> int:
 class Quantization(NamedTuple):
     """How y becomes 8 bits: cupynorm.Quantize without its arrays.
 
-    scaling: one of cupynorm.plan.problem.SCALINGS. smallest_amax: a smaller amax counts as this.
+    scaling: one of cupynorm.dispatch.problem.SCALINGS. smallest_amax: a smaller amax counts as this.
     divides: the scale among the operands is a scale_inv.
     """
 

@@ -25,7 +25,7 @@ import cupynorm
 
 # Page -> its title, and the modules (or the folders of modules) whose public names it has.
 _PAGES = {
-    "norms": ("Norms", ("norm", "gpu", "plan.functor_text")),
+    "norms": ("Norms", ("norm", "gpu", "dispatch.functor_text")),
     "linear": ("Norm and linear layer", ("linear", "parallel")),
     "torch": ("torch modules and recipes", ("nn",)),
     "plans": ("Plans", ("plan",)),

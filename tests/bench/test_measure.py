@@ -9,8 +9,8 @@ from cupynorm.bench import measure, peers, report
 from cupynorm.bench.cells import COLS, MODELS, Cell, LinearCell, cells, linear_cells
 from cupynorm.bench.peers import PEERS, Peer, prepare
 from cupynorm.bench.truth import Truth, tensors_of, verify
+from cupynorm.dispatch.devices import DEVICES
 from cupynorm.gpu import launch, nvrtc
-from cupynorm.plan.devices import DEVICES
 
 NORMS = ("layer_norm", "rms_norm")
 SCALES = ("given", "tensor", "row", "block", "block64")

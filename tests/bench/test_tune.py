@@ -10,11 +10,11 @@ pytest.importorskip("torch")
 import cupynorm
 from cupynorm.bench import tune
 from cupynorm.bench.cells import cells
-from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.measured import key_of, read_rows, write_rows
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.measured import key_of, read_rows, write_rows
 
 H200 = DEVICES["H200"]
-ROWS = read_rows(Path(cupynorm.__file__).parent / "plan" / "h200.csv")
+ROWS = read_rows(Path(cupynorm.__file__).parent / "dispatch" / "h200.csv")
 CELLS = cells(cols=[4096], directions=["forward"])
 
 

@@ -11,14 +11,14 @@ from command_runs import ROOT, call, run
 
 import cupynorm
 from cupynorm import __main__ as command
-from cupynorm.check import check as gradient_check
-from cupynorm.check.activations import shipped
-from cupynorm.check.cases import DIRECTIONS, NORMS
-from cupynorm.check.command import grid_shapes, plan_of, random_entries
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.strategies import STRATEGIES
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import nvrtc, on_cpu
-from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.strategies import STRATEGIES
+from cupynorm.verify import check as gradient_check
+from cupynorm.verify.activations import shipped
+from cupynorm.verify.cases import DIRECTIONS, NORMS
+from cupynorm.verify.command import grid_shapes, plan_of, random_entries
 
 try:
     on_cpu.compiler()

@@ -4,12 +4,12 @@ import pytest
 from command_runs import call
 
 from cupynorm import __main__ as command
-from cupynorm.check.cases import DIRECTIONS
+from cupynorm.dispatch import dispatch, plans
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.strategies import STRATEGIES
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import launch
-from cupynorm.plan import dispatch, plans
-from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.strategies import STRATEGIES
+from cupynorm.verify.cases import DIRECTIONS
 
 
 def test_plan(capsys):

@@ -10,11 +10,11 @@ import pytest
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
-from cupynorm.check import kernels
 from cupynorm.explore.changes import changed_sources
 from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import source_files
 from cupynorm.gpu.on_cpu import NoCompilerError
+from cupynorm.verify import kernels
 
 TWO_PASS = "centered_values[at] = values[at] - first;"
 NO_MEAN = {"statistics.cuh": [(TWO_PASS, "centered_values[at] = values[at];")]}

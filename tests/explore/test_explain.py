@@ -9,9 +9,9 @@ import pytest
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
+from cupynorm.dispatch import problem
 from cupynorm.explore.explain import PATHS, Occupancy, occupancy_of
 from cupynorm.gpu import nvrtc
-from cupynorm.plan import problem
 
 PROBLEMS = {
     "warp": {"num_cols": 1024},

@@ -12,22 +12,22 @@ import re
 from functools import cache
 
 from cupynorm import functors
-from cupynorm.dtypes import DTYPES, FLOAT8S
-from cupynorm.plan.devices import DEVICES, Device
-from cupynorm.plan.dispatch import make_plan
-from cupynorm.plan.functor_text import Fused, FusedPart
-from cupynorm.plan.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
-from cupynorm.plan.instances import Kernel, Launch
-from cupynorm.plan.plans import plan
-from cupynorm.plan.problem import SCALINGS, Layout, Problem
-from cupynorm.plan.product_plan import DTYPES as PRODUCT_DTYPES
-from cupynorm.plan.product_plan import (
+from cupynorm.dispatch.devices import DEVICES, Device
+from cupynorm.dispatch.dispatch import make_plan
+from cupynorm.dispatch.functor_text import Fused, FusedPart
+from cupynorm.dispatch.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
+from cupynorm.dispatch.instances import Kernel, Launch
+from cupynorm.dispatch.plans import plan
+from cupynorm.dispatch.problem import SCALINGS, Layout, Problem
+from cupynorm.dispatch.product_plan import DTYPES as PRODUCT_DTYPES
+from cupynorm.dispatch.product_plan import (
     MOST_ROWS,
     NormLinearProblem,
     few_launch,
     fold_launch,
     product_launch,
 )
+from cupynorm.dtypes import DTYPES, FLOAT8S
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
 HAS_TIME = os.cpu_count() >= 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from cupynorm.dispatch.problem import SCALINGS, Layout, Problem
 from cupynorm.dtypes import FLOAT8S
-from cupynorm.plan.problem import SCALINGS, Layout, Problem
 
 E4M3, E5M2 = FLOAT8S
 _DTYPES = ("bfloat16", "float16", "float32")

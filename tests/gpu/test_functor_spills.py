@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cupynorm import functors
+from cupynorm.dispatch import dispatch
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.functor_text import FunctorError, Fused, FusedPart, functor
+from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.gpu.nvrtc import compile_for
-from cupynorm.plan import dispatch
-from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.functor_text import FunctorError, Fused, FusedPart, functor
-from cupynorm.plan.problem import Layout, Problem
 
 pytest.importorskip("cupy")
 GPUS = {90: DEVICES["H200"], 80: DEVICES["A100"]}

@@ -14,13 +14,13 @@ from nvrtc_here import needs_nvrtc
 from plan_problems import without_file
 from random_problems import random_problem
 
+from cupynorm.dispatch.devices import DEVICES, Device
+from cupynorm.dispatch.dispatch import make_plan
+from cupynorm.dispatch.grids import fetches_ahead
+from cupynorm.dispatch.instances import Launch
+from cupynorm.dispatch.measured import FILES
+from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.gpu.nvrtc import compile_for
-from cupynorm.plan.devices import DEVICES, Device
-from cupynorm.plan.dispatch import make_plan
-from cupynorm.plan.grids import fetches_ahead
-from cupynorm.plan.instances import Launch
-from cupynorm.plan.measured import FILES
-from cupynorm.plan.problem import Layout, Problem
 
 pytestmark = pytest.mark.slow
 

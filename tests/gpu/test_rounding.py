@@ -11,9 +11,9 @@ import re
 import pytest
 from nvrtc_here import needs_nvrtc
 
+from cupynorm.dispatch.instances import Kernel
+from cupynorm.dispatch.plans import plan
 from cupynorm.gpu import nvrtc
-from cupynorm.plan.instances import Kernel
-from cupynorm.plan.plans import plan
 
 _REGISTERS = r"(%\w+), (%\w+), (%\w+)"
 

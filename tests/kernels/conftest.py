@@ -11,8 +11,8 @@ import pytest
 from kernel_paths import SMALL
 from laid_out import give_numpy_to_kernels
 
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.norm import prepared
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine
 
 # With fewer than 4 cores, a slow test of that many cases runs about every second of them, so that
 # all tests take under 15 minutes on two slow cores. pytest counts what is left out as deselected.

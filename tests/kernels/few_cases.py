@@ -18,9 +18,9 @@ import numpy as np
 from cupynorm.reference.layer_norm import scale
 from product_cases import EPS, Found, ProductProblem, U, put, truth
 
-from cupynorm.check.bounds import half_ulp
+from cupynorm.dispatch.product_plan import NormLinearProblem, few_launch, few_words
 from cupynorm.dtypes import decode, encode
-from cupynorm.plan.product_plan import NormLinearProblem, few_launch, few_words
+from cupynorm.verify.bounds import half_ulp
 
 Parts = tuple[np.ndarray, np.ndarray]
 

@@ -22,13 +22,13 @@ import numpy as np
 from quantized_calls import How, run_8_bits
 
 from cupynorm import functors
-from cupynorm.check.cases import Case, Problem
-from cupynorm.check.kernels import CpuMachine
-from cupynorm.check.run import Tensors, launch_kernels, run_backward, run_forward
+from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors
 from cupynorm.norm.request import Launch, of_backward
-from cupynorm.plan.devices import DEVICES
+from cupynorm.verify.cases import Case, Problem
+from cupynorm.verify.kernels import CpuMachine
+from cupynorm.verify.run import Tensors, launch_kernels, run_backward, run_forward
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_bits.csv"
 NUM_FAMILIES, CALLS_OF_A_FAMILY = 100, 5  # calls of a family share most of their kernels

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 from guarded_tensors import GuardedTensors
 
-from cupynorm.check.cases import Case, Problem, random_problem
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
-from cupynorm.check.results import CheckResult, judge_all
-from cupynorm.check.run import Tensors, run_backward, run_forward, run_kernels
+from cupynorm.dispatch.problem import Tile
 from cupynorm.dtypes import compute_dtype, decode, encode
 from cupynorm.norm.request import Launch
-from cupynorm.plan.problem import Tile
+from cupynorm.verify.cases import Case, Problem, random_problem
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine, uses_welford
+from cupynorm.verify.results import CheckResult, judge_all
+from cupynorm.verify.run import Tensors, run_backward, run_forward, run_kernels
 
 Where = CpuMachine | GpuCheckMachine
 Results = dict[str, np.ndarray]

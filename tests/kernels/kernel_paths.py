@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from guarded_tensors import LAYOUTS
 
-from cupynorm.check.cases import Case
-from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.problem import Tile
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.problem import Tile
+from cupynorm.verify.cases import Case
 
 H200 = DEVICES["H200"]
 # Two multiprocessors and one cluster of each size: a few rows are enough for every block to work

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import arrays, launch
 from cupynorm.norm import prepared
+from cupynorm.verify.kernels import CpuMachine
 
 LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "transposed", "reversed")
 

@@ -10,13 +10,13 @@ import numpy as np
 from kernel_checks import run
 from kernel_paths import SMALL
 
-from cupynorm.check.cases import Problem
-from cupynorm.check.kernels import CpuMachine, uses_welford
-from cupynorm.check.results import CheckResult, judge_all
+from cupynorm.dispatch.devices import Device
+from cupynorm.dispatch.problem import Tile
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu.nvrtc import cuda_src, source_files
-from cupynorm.plan.devices import Device
-from cupynorm.plan.problem import Tile
+from cupynorm.verify.cases import Problem
+from cupynorm.verify.kernels import CpuMachine, uses_welford
+from cupynorm.verify.results import CheckResult, judge_all
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(20)

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupynorm import reference
-from cupynorm.check.bounds import half_ulp
-from cupynorm.check.kernels import CpuMachine
+from cupynorm.dispatch import product_plan as products
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu.tensor_maps import map_on_cpu, tensor_map
-from cupynorm.plan import product_plan as products
+from cupynorm.verify.bounds import half_ulp
+from cupynorm.verify.kernels import CpuMachine
 
 U, EPS = 2.0**-24, 1e-5
 

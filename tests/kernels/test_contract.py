@@ -24,11 +24,11 @@ from quantized_calls import How, judge_bytes, judge_values, run_quantized
 
 import cupynorm
 from cupynorm import Launch
-from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.kernels import CpuMachine, uses_welford
-from cupynorm.check.results import CheckResult
-from cupynorm.plan.problem import SCALINGS
-from cupynorm.plan.strategies import STRATEGIES
+from cupynorm.dispatch.problem import SCALINGS
+from cupynorm.dispatch.strategies import STRATEGIES
+from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.kernels import CpuMachine, uses_welford
+from cupynorm.verify.results import CheckResult
 
 CALLS = [
     pytest.param(call, marks=[] if is_quick else pytest.mark.slow, id=str(call))

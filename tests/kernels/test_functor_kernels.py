@@ -12,13 +12,13 @@ from laid_out import as_numpy, lay_out
 
 import cupynorm
 from cupynorm import functors
-from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.check_functor import FunctorProblem, judge_functor, run_with_functor
-from cupynorm.check.kernels import CpuMachine
-from cupynorm.check.results import CheckResult
+from cupynorm.dispatch.devices import Device
+from cupynorm.dispatch.problem import Tile
 from cupynorm.dtypes import decode, encode
-from cupynorm.plan.devices import Device
-from cupynorm.plan.problem import Tile
+from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.check_functor import FunctorProblem, judge_functor, run_with_functor
+from cupynorm.verify.kernels import CpuMachine
+from cupynorm.verify.results import CheckResult
 
 MIXED = cupynorm.functor(  # reads its own and another column, an array and a number
     "mixed",

@@ -10,11 +10,11 @@ import pytest
 from kernel_checks import as_dtype, assert_identical, assert_right, check
 
 import cupynorm
-from cupynorm.check.cases import NORMS, Case, random_problem
-from cupynorm.check.kernels import machine
-from cupynorm.check.run import run_kernels
+from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
-from cupynorm.plan.strategies import STATISTICS, STRATEGIES
+from cupynorm.verify.cases import NORMS, Case, random_problem
+from cupynorm.verify.kernels import machine
+from cupynorm.verify.run import run_kernels
 
 LEAST = 2.0**-126  # the smallest normal float32
 

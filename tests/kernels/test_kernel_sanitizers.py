@@ -16,8 +16,8 @@ SANITIZED = """
 import sys
 from pathlib import Path
 import kernel_checks, kernel_paths
-from cupynorm.check.cases import random_problem
-from cupynorm.check.kernels import CpuMachine
+from cupynorm.verify.cases import random_problem
+from cupynorm.verify.kernels import CpuMachine
 
 folder = sys.argv[1] and Path(sys.argv[1])
 machine = CpuMachine(kernel_paths.SMALL, 0, ("address", "undefined"), folder or None)
@@ -32,7 +32,7 @@ OF_8_BITS = """
 from every_matrix import *
 from every_quantized import quantized_cases, run_quantized
 from quantized_calls import judge_bytes
-from cupynorm.check.results import CheckResult
+from cupynorm.verify.results import CheckResult
 
 machine = CpuMachine(sanitize=("address", "undefined"))
 findings = judge_scales(*run_scales(2, machine))

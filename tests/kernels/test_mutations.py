@@ -25,11 +25,11 @@ from kernel_paths import PATHS, SMALL, Call
 from mutated_machine import SEEDS, MutatedMachine, changes, copy_of_sources, mutate, sees_a_bug
 from quantized_calls import How, judge_bytes, run_quantized
 
-from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.kernels import CpuMachine
-from cupynorm.check.results import CheckResult
+from cupynorm.dispatch.problem import Tile
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.plan.problem import Tile
+from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.kernels import CpuMachine
+from cupynorm.verify.results import CheckResult
 
 # Lines "name | file | who sees it", then "  old  =>  new". Who: a path of kernel_paths.py, then an
 # option of it, then the mean of x; or one of CHECKS. Fences and the order of release and acquire

@@ -11,11 +11,11 @@ from mutated_machine import copy_of_sources
 from product_cases import EPS, U, draw, excess, fold, multiply, rms_errors, truth
 
 from cupynorm import reference
-from cupynorm.check.bounds import half_ulp
+from cupynorm.dispatch import product_plan as products
+from cupynorm.dispatch.devices import DEVICES
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.plan import product_plan as products
-from cupynorm.plan.devices import DEVICES
+from cupynorm.verify.bounds import half_ulp
 
 H200 = DEVICES["H200"]
 RAGGED = (130, 200, 264)  # no multiple of a tile, nor of a step

@@ -15,13 +15,13 @@ from kernel_paths import H200, PATHS, Call, case_of
 from mutated_machine import copy_of_sources, mutate
 
 import cupynorm
-from cupynorm.check.bounds import expect
-from cupynorm.check.cases import NORMS, Case, Problem, random_problem
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.results import CheckResult, judge, judge_all
-from cupynorm.check.run import run_kernels
+from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
-from cupynorm.plan.strategies import STATISTICS, STRATEGIES
+from cupynorm.verify.bounds import expect
+from cupynorm.verify.cases import NORMS, Case, Problem, random_problem
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.verify.results import CheckResult, judge, judge_all
+from cupynorm.verify.run import run_kernels
 
 WAYS = [
     pytest.param(strategy, statistics, id=f"{strategy}-{statistics}")

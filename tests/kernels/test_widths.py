@@ -18,15 +18,15 @@ from kernel_checks import (
 from kernel_paths import H200, SMALL
 
 from cupynorm import plan
-from cupynorm.check.cases import NORMS, Case, random_problem
-from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.results import CheckResult, judge_all
-from cupynorm.check.run import run_kernels
+from cupynorm.dispatch import dispatch
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.problem import Tile
+from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
-from cupynorm.plan import dispatch
-from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.problem import Tile
-from cupynorm.plan.strategies import STATISTICS, STRATEGIES
+from cupynorm.verify.cases import NORMS, Case, random_problem
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.verify.results import CheckResult, judge_all
+from cupynorm.verify.run import run_kernels
 
 ORDER = list(STRATEGIES)
 

@@ -2,7 +2,7 @@
 
 u is the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the last
 place of the dtype at v. A sum of n products in any order errs by no more than (n + 2) u times the
-sum of their magnitudes. "The norm's" bound is that of cupynorm.check.check.
+sum of their magnitudes. "The norm's" bound is that of cupynorm.verify.check.
 
     normalized     e_n, the norm's
     y              e_n |weight|^T + (in_features + 2) u (|normalized| |weight|^T + |bias|) + h(y)
@@ -24,10 +24,10 @@ import numpy as np
 from cupynorm.reference.layer_norm import scale
 
 from cupynorm import reference
-from cupynorm.check.bounds import expect
-from cupynorm.check.cases import Case, Problem
-from cupynorm.check.results import CheckResult, judge
 from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
+from cupynorm.verify.bounds import expect
+from cupynorm.verify.cases import Case, Problem
+from cupynorm.verify.results import CheckResult, judge
 
 
 @dataclass

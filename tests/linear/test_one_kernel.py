@@ -11,9 +11,9 @@ import pytest
 from linear_bounds import assert_right, draw
 
 import cupynorm
-from cupynorm.check.activations import read
-from cupynorm.plan import product_plan
-from cupynorm.plan.devices import DEVICES
+from cupynorm.dispatch import product_plan
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.verify.activations import read
 
 torch = pytest.importorskip("torch")
 

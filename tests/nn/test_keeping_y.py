@@ -8,12 +8,12 @@ from cupynorm.reference.layer_norm import scale
 
 import cupynorm
 from cupynorm import functors, reference
-from cupynorm.check import activations
-from cupynorm.check.bounds import expect
-from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.results import CheckResult, judge_against
 from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
 from cupynorm.gpu import arrays
+from cupynorm.verify import activations
+from cupynorm.verify.bounds import expect
+from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.results import CheckResult, judge_against
 
 torch = pytest.importorskip("torch")
 from cupynorm.nn import autograd  # noqa: E402

@@ -10,6 +10,7 @@ import numpy_as_cupy
 import pytest
 
 from cupynorm import Launch
+from cupynorm.dispatch.devices import DEVICES
 from cupynorm.gpu import arrays, launch, nvrtc
 from cupynorm.norm import arguments, prepared
 from cupynorm.norm.calls import FOR_STATISTICS, FOR_Y, PreparedForward, prepare_backward
@@ -20,7 +21,6 @@ from cupynorm.norm.request import (
     ForwardOptions,
     ForwardRequest,
 )
-from cupynorm.plan.devices import DEVICES
 
 torch = pytest.importorskip("torch")
 from module_inputs import BOTH, MARGINS, random_input  # noqa: E402

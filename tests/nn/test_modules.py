@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.cases import Case, Problem, random_problem
-from cupynorm.check.results import CheckResult, judge_all
+from cupynorm.verify.cases import Case, Problem, random_problem
+from cupynorm.verify.results import CheckResult, judge_all
 
 torch = pytest.importorskip("torch")
 from module_inputs import BOTH, DEVICES_HERE, random_input, tensor  # noqa: E402

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.bounds import expect
-from cupynorm.check.cases import Case, Problem
-from cupynorm.check.results import judge
 from cupynorm.dtypes import DTYPES
+from cupynorm.verify.bounds import expect
+from cupynorm.verify.cases import Case, Problem
+from cupynorm.verify.results import judge
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it: pip install expecttest")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupynorm.check.cases import Case, Problem
-from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.gpu import arrays
+from cupynorm.verify.cases import Case, Problem
+from cupynorm.verify.results import CheckResult, judge_all
 
 torch = pytest.importorskip("torch")
 

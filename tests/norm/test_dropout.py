@@ -9,8 +9,8 @@ import pytest
 
 import cupynorm
 from cupynorm import reference
-from cupynorm.check.cases import NORMS
 from cupynorm.functors import dropout, row_scale
+from cupynorm.verify.cases import NORMS
 
 torch = pytest.importorskip("torch")
 from fused_cases import random  # noqa: E402

@@ -7,9 +7,9 @@ import pytest
 
 import cupynorm
 from cupynorm import functors
+from cupynorm.dispatch.functor_text import MOST
 from cupynorm.gpu.arrays import View
 from cupynorm.norm.arguments import place
-from cupynorm.plan.functor_text import MOST
 
 
 def draw(*shape, dtype="float32"):

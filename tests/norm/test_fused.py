@@ -9,9 +9,9 @@ import pytest
 
 import cupynorm
 from cupynorm import functors
-from cupynorm.check.cases import random_problem
 from cupynorm.dtypes import DTYPES, compute_dtype
 from cupynorm.gpu import arrays
+from cupynorm.verify.cases import random_problem
 
 torch = pytest.importorskip("torch")
 

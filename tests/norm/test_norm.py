@@ -7,10 +7,10 @@ import pytest
 from array_libraries import LIBRARIES, TORCH, NumPy, api, api_results, library, loaded_torch
 
 import cupynorm
-from cupynorm.check.cases import NORMS, Case, Problem, random_problem
-from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import arrays
+from cupynorm.verify.cases import NORMS, Case, Problem, random_problem
+from cupynorm.verify.results import CheckResult, judge_all
 
 
 def check(problem: Problem, lib) -> None:

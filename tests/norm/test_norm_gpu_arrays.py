@@ -7,9 +7,9 @@ import pytest
 from array_libraries import Torch, library, loaded_torch
 
 import cupynorm
-from cupynorm.check.cases import Case, random_problem
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import arrays, launch
+from cupynorm.verify.cases import Case, random_problem
 
 
 class Exporter:

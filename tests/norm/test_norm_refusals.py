@@ -9,9 +9,9 @@ import pytest
 from array_libraries import api, loaded_torch, ones
 
 import cupynorm
-from cupynorm.check.cases import NORMS
+from cupynorm.dispatch.problem import Tile
 from cupynorm.norm.checks import extents_of
-from cupynorm.plan.problem import Tile
+from cupynorm.verify.cases import NORMS
 
 
 @pytest.mark.parametrize("given", [40, (40,), [40], np.int64(40), (np.int32(40),), np.array([40])])

@@ -8,8 +8,8 @@ from array_libraries import library, loaded_torch
 
 import cupynorm
 from cupynorm import Launch
+from cupynorm.dispatch.problem import Tile
 from cupynorm.norm import prepared
-from cupynorm.plan.problem import Tile
 
 
 @pytest.mark.gpu

@@ -13,8 +13,8 @@ import pytest
 from array_libraries import library, loaded_torch
 
 import cupynorm
-from cupynorm.check.bounds import expect
-from cupynorm.check.cases import Case, random_problem
+from cupynorm.verify.bounds import expect
+from cupynorm.verify.cases import Case, random_problem
 
 # Processes.
 

@@ -12,11 +12,11 @@ import pytest
 
 import cupynorm
 from cupynorm import Launch
+from cupynorm.dispatch.devices import DEVICES as GPUS
+from cupynorm.dispatch.dispatch import make_plan
+from cupynorm.dispatch.grids import fetches_ahead
+from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.dtypes import FLOAT8S
-from cupynorm.plan.devices import DEVICES as GPUS
-from cupynorm.plan.dispatch import make_plan
-from cupynorm.plan.grids import fetches_ahead
-from cupynorm.plan.problem import Layout, Problem
 
 torch = pytest.importorskip("torch")
 from float8_bytes import (  # noqa: E402  (imports torch)

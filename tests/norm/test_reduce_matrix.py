@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.grids import reduce_matrix_launch
 from cupynorm.dtypes import DTYPES, compute_dtype
-from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.grids import reduce_matrix_launch
 
 torch = pytest.importorskip("torch")
 from float8_bytes import numpy, random  # noqa: E402

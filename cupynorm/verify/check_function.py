@@ -1,0 +1,576 @@
+"""The gradient check of a user's own functions: which operands they get, what they may return.
+
+A function gets arrays of NumPy, CuPy or torch. Names of its parameters decide which operands:
+
+    x, input; weight, w, gamma; bias, b, beta; eps, epsilon; normalized_shape, shape
+    dy, grad_output, dout; mean; rstd                                  in backward
+
+Required parameters of other names get the operands that remain, in this order:
+
+    function    input, normalized_shape, weight, bias, eps
+    forward     x, weight, bias, eps
+    backward    dy, x, mean, rstd, weight, bias, eps
+
+RMSNorm has no mean. A function without a parameter for weight or bias is checked without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..dispatch.problem import NormName
+from ..dtypes import compute_dtype
+from ..gpu import arrays, nvrtc
+from ..norm.checks import check_eps
+from ..table import printable
+from .cases import Case, Problem, given_problem
+from .check import check_dtypes, check_norms, check_seed, in_words, random_trials
+from .results import CheckResult
+from .traps import THREE_DIMENSIONS, Trial, trap_trials
+
+LIBRARIES = ("numpy", "cupy", "torch")
+LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "reversed", "transposed")
+_OPERANDS = {
+    **dict.fromkeys(("x", "input"), "x"),
+    **dict.fromkeys(("normalized_shape", "shape"), "normalized_shape"),
+    **dict.fromkeys(("weight", "w", "gamma"), "weight"),
+    **dict.fromkeys(("bias", "b", "beta"), "bias"),
+    **dict.fromkeys(("eps", "epsilon"), "eps"),
+    **dict.fromkeys(("dy", "grad_output", "dout"), "dy"),
+    "mean": "mean",
+    "rstd": "rstd",
+}
+_ORDER = {
+    "function": ("x", "normalized_shape", "weight", "bias", "eps"),
+    "forward": ("x", "weight", "bias", "eps"),
+    "backward": ("dy", "x", "mean", "rstd", "weight", "bias", "eps"),
+}
+_FORWARD = {"layer_norm": ("y", "mean", "rstd"), "rms_norm": ("y", "rstd")}
+_BACKWARD = ("dx", "dweight", "dbias")
+
+
+def check_function(
+    function: Callable | tuple[Callable | None, Callable | None],
+    inputs: Sequence[Any] | None = None,
+    *,
+    norm: NormName | Sequence[NormName] = "layer_norm",
+    eps: float = 1e-5,
+    library: str | None = None,
+    shapes: Iterable[tuple[int, int]] | None = None,
+    dtypes: Iterable[str] = ("float32",),
+    traps: bool = False,
+    zero_centered_weight: bool = False,
+    seed: int = 0,
+) -> CheckResult:
+    """Compare your own norm with float64, element by element, as cupynorm.check does the kernels.
+
+    Examples:
+        >>> cupynorm.check_function(torch.nn.functional.layer_norm, shapes=[(4, 64)]).ok
+        True
+
+    function: function(input, normalized_shape, weight, bias, eps) -> y. torch's autograd computes
+        the gradients. With another library only y is checked. Or a pair (forward, backward), either
+        of which may be None:
+        forward(x, weight, bias, eps) -> y, or (y, mean, rstd), for RMSNorm (y, rstd);
+        backward(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias), without mean for
+        RMSNorm. mean and rstd are right ones, in float32, or float64 for float64.
+    x, y, dy and dx are [num_rows, num_cols]; mean and rstd are [num_rows]. Parameters of these
+    names may be left out or in another order: see cupynorm.verify.check_function.
+
+    inputs: your own (x, weight, bias, dy), of which later ones may be None or left out. None:
+        random ones, as in cupynorm.check.
+    library: of the arrays that functions get: "numpy", "cupy" or "torch", on a GPU if there is one.
+        None: that of your own arrays; else torch, and NumPy if torch is not installed or the
+        function is right with NumPy's arrays alone. NumPy and CuPy have bfloat16 with ml_dtypes.
+    traps: also run data and layouts on which other libraries failed: cupynorm.verify.traps lists
+        them. An error that your function raises there is a finding.
+    norm, eps, shapes, dtypes: as in cupynorm.check. zero_centered_weight: 1 + weight multiplies.
+    seed: of the random values.
+
+    Returns a CheckResult. Raises ValueError for a result that is None, detached or of a wrong
+    shape, a function that calls sys.exit, and arguments that do not go together; and what a
+    function raises.
+    """
+    check_seed(seed)
+    label = {"function": function}
+    if isinstance(function, (tuple, list)):
+        if len(function) != 2:
+            raise ValueError(f"function has {len(function)} values; expected (forward, backward)")
+        label = dict(zip(("forward", "backward"), function))
+    if not any(each is not None for each in label.values()):
+        raise ValueError("function is None; expected a function, or a pair (forward, backward)")
+    norms = check_norms(norm)
+    options = {
+        "zero_centered_weight": zero_centered_weight,
+        "eps": check_eps(eps, "float64", has_default=False),
+    }
+    if inputs is not None:
+        if traps:
+            raise ValueError("traps is given together with inputs; expected one of the two")
+        given = dict(zip(("input", "weight", "bias", "dy"), inputs))
+        library = library or _library_of(given.get("input"))
+
+    def run(library: str | None) -> CheckResult:
+        own = Callables(**label, library=library)
+        if inputs is None:
+            cases = [
+                Case(norm, 0, 0, dtype, **options | own.absent(norm))
+                for norm, dtype in product(norms, check_dtypes(dtypes))
+            ]
+            trials = random_trials(cases, shapes, seed)
+            for case in cases if traps else ():
+                trials += own.traps(case, seed)
+        else:
+            own.check_taken(norms, given)
+            trials = [
+                Trial(given_problem(**given, seed=seed, norm=norm, **options)) for norm in norms
+            ]
+        result = check_callables(trials, own, traps)
+        if not traps:
+            result.not_covered.append("strided, constant and extreme rows (traps=True)")
+        return result
+
+    if library is not None:
+        return run(library)
+    return check_either(run)
+
+
+def check_either(run: Callable[[str], CheckResult]) -> CheckResult:
+    """What run says of torch's tensors; of NumPy's arrays where a function is right with them."""
+    library = Library().name
+    if library == "numpy":
+        return run(library)
+    error, result = None, None
+    try:
+        result = run(library)
+        if result.ok:
+            return result
+    except Exception as raised:  # whatever a function raises for tensors
+        error = raised
+    try:
+        other = run("numpy")
+    except Exception:
+        other = None
+    if other:
+        why = f"it raised {type(error).__name__}" if error else "; ".join(result.diagnoses[:1])
+        other.not_covered.insert(0, f"torch tensors, with which it is off: {why}")
+        return other
+    if error:
+        raise error
+    return result
+
+
+def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False) -> CheckResult:
+    """traps: an error that a function raises in a trap is a finding."""
+    result, cases = CheckResult(), []
+    for trial in trials:
+        cases.append(trial.problem.case)
+        try:
+            got = own.run(trial.problem, trial.layouts)
+        except Exception as error:
+            if not (traps and trial.name):
+                raise
+            result.findings.append(trial.failed(error))
+            continue
+        result.findings += trial.judged(got, rounded_mean=True)
+    library = Library(own.library)
+    result.checked = in_words(f"{' and '.join(own.given)} on {library}", cases)
+    result.not_covered += own.not_covered(library.name, {case.norm for case in cases})
+    return result
+
+
+# The arrays.
+
+
+def _library_of(array: Any) -> str:
+    """The name of the library of a user's array."""
+    if arrays.is_torch(array):
+        return "torch"
+    return "cupy" if type(array).__module__.partition(".")[0] == "cupy" else "numpy"
+
+
+def laid_out(values: np.ndarray, layout: str) -> tuple[np.ndarray, int, tuple[int, ...]]:
+    """Memory for values, [num_rows, num_cols] or [n], the index of the first, and the strides.
+
+    misaligned: by one element. broadcast: every row is the first one. Gaps are NaN.
+    """
+    num_cols = values.shape[-1]
+    num_rows = values.shape[0] if values.ndim == 2 else 1
+    first, strides = 0, (num_cols, 1)
+    if layout == "gap":
+        strides = (num_cols + 16, 1)
+    elif layout == "misaligned":
+        first = 1
+    elif layout == "broadcast":
+        strides, values = (0, 1), values[:1]
+    elif layout == "reversed":
+        first, strides = max(0, num_rows - 1) * num_cols, (-num_cols, 1)
+    elif layout == "transposed":
+        strides = (1, num_rows)
+    strides = strides[2 - values.ndim :]
+    memory = np.full(1 + num_rows * (num_cols + 16), np.nan)
+    in_bytes = tuple(memory.itemsize * stride for stride in strides)
+    np.lib.stride_tricks.as_strided(memory[first:], values.shape, in_bytes)[...] = values
+    return memory, first, strides
+
+
+class Library:
+    """NumPy, CuPy or torch: puts float64 values into arrays, and gets them back.
+
+    name: "numpy", "cupy", "torch", or None for torch if it is installed, else NumPy. Tensors are
+    on a GPU if torch finds one. Raises ValueError for another name and for CuPy without a GPU,
+    MissingLibraryError for a library that is not installed.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        if name not in (None, *LIBRARIES):
+            raise ValueError(
+                f"library is {name!r}; expected {', '.join(map(repr, LIBRARIES))}, or None for "
+                "torch if it is installed, else NumPy"
+            )
+        self._torch = None
+        if name in (None, "torch"):
+            try:
+                import torch
+            except ImportError as error:
+                if name == "torch":
+                    raise nvrtc.MissingLibraryError(
+                        f"library is 'torch', which could not be imported ({error}): "
+                        "pip install torch"
+                    ) from error
+            else:
+                self._torch = torch
+        self.name = name or ("torch" if self._torch else "numpy")
+        if self.name == "cupy":
+            nvrtc.cupy()  # without CuPy, the error says what to install
+            if not nvrtc.has_gpu():
+                raise ValueError("library is 'cupy', but CuPy finds no GPU; use 'numpy' or 'torch'")
+
+    def __str__(self) -> str:
+        if self._torch is None:
+            return {"numpy": "NumPy arrays", "cupy": "CuPy arrays"}[self.name]
+        where = "a GPU" if self._torch.cuda.is_available() else "the CPU"
+        return f"tensors of torch {self._torch.__version__} on {where}"
+
+    def put(self, values: np.ndarray | None, dtype: str | None, layout: str = "contiguous") -> Any:
+        """An array of this library, None for None. layout: one of LAYOUTS.
+
+        torch has no negative strides, so there "reversed" is refused.
+        """
+        if values is None or dtype is None:
+            return None
+        if layout == "contiguous":
+            return self._copy(values, dtype)
+        memory, first, strides = laid_out(values, layout)
+        memory = self._copy(memory, dtype)
+        if self.name == "torch":
+            return memory.as_strided(values.shape, strides, first)
+        strides = tuple(stride * memory.itemsize for stride in strides)
+        tricks = (nvrtc.cupy() if self.name == "cupy" else np).lib.stride_tricks
+        return tricks.as_strided(memory[first:], values.shape, strides)
+
+    def _copy(self, values: np.ndarray, dtype: str) -> Any:
+        if self._torch is not None:
+            copy = arrays.from_float64(values, dtype, self._torch.empty(0))
+            return copy.to("cuda" if self._torch.cuda.is_available() else "cpu")
+        copy = arrays.from_float64(values, dtype, np.empty(0))
+        return nvrtc.cupy().asarray(copy) if self.name == "cupy" else copy
+
+    def get(self, array: Any, label: str) -> np.ndarray:
+        """The float64 values of a result, of any of the libraries. TypeError: it is no array."""
+        array = np.asarray(array) if isinstance(array, (int, float, np.generic)) else array
+        return arrays.to_float64(arrays.take(array, label))
+
+
+# The functions.
+
+
+def bind(function: Callable, order: Sequence[str], label: str) -> tuple[list[str], dict[str, str]]:
+    """The operands of a function: those given by position, and parameter name -> operand.
+
+    order: of the operands for parameters of unknown names. Raises ValueError if there are more.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built in, without a signature
+        return list(order), {}
+    left, names = list(order), {}
+    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    parameters = [
+        each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    for each in parameters:
+        operand = _OPERANDS.get(each.name)
+        if operand is not None and operand not in names.values():
+            names[each.name] = operand
+            if operand in left:
+                left.remove(operand)
+    for each in parameters:
+        if each.name not in names and each.default is each.empty:
+            if not left:
+                raise ValueError(
+                    f"{label} has a required parameter {each.name}, for which no operand is left; "
+                    f"expected at most {', '.join(order)}"
+                )
+            names[each.name] = left.pop(0)
+    positional = []
+    for each in parameters:
+        if each.kind is each.KEYWORD_ONLY or not (takes_any or each.kind is each.POSITIONAL_ONLY):
+            continue
+        if each.name not in names:
+            break
+        positional.append(names.pop(each.name))
+    return positional + (left if takes_any else []), names
+
+
+def imported(text: str, label: str) -> Callable:
+    """The function MODULE:NAME. Raises ValueError where there is none. label: of the argument."""
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{label} is {text!r}; expected MODULE:NAME, such as my_norms:layer_norm")
+    named, module_named = f"{label} {printable(text)}", printable(module)
+    with without_exit(f"{named}: {module_named}"):
+        try:
+            value = importlib.import_module(module)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, ImportError) else why
+            raise ValueError(f"{named}: {module_named} could not be imported: {why}") from error
+        for part in name.split("."):
+            if not hasattr(value, part):
+                raise ValueError(f"{named}: there is no {printable(name)} in {module_named}")
+            value = getattr(value, part)
+    if not callable(value):
+        raise ValueError(f"{named} is of type {type(value).__name__}; expected a function")
+    return value
+
+
+@contextmanager
+def without_exit(what: str) -> Iterator[None]:
+    """Raises ValueError where a user's code ends the process, as sys.exit does.
+
+    what: the code. Errors and KeyboardInterrupt pass. BrokenPipeError does not: a command takes it
+    for the end of its own output.
+    """
+    try:
+        yield
+    except BaseException as end:
+        is_error = isinstance(end, (Exception, KeyboardInterrupt))
+        if is_error and not isinstance(end, BrokenPipeError):
+            raise
+        did = "called sys.exit" if isinstance(end, SystemExit) else f"raised {type(end).__name__}"
+        raise ValueError(f"{what} {did}, so nothing is checked; expected it to return") from end
+
+
+class Callables:
+    """What is checked instead of the kernels, and the library of its arrays.
+
+    function: differentiated by torch's autograd; with another library only y is checked.
+    forward, backward: called as they are; either may be None. library: as for Library.
+    Raises ValueError for what is not callable.
+    """
+
+    def __init__(self, *, library: str | None = None, **functions: Callable | None) -> None:
+        self.given = {label: each for label, each in functions.items() if each is not None}
+        self.library = library
+        for label, each in self.given.items():
+            if not callable(each):
+                raise ValueError(f"{label} is of type {type(each).__name__}; expected a callable")
+
+    def _bound(self, label: str, norm: str) -> tuple[list[str], dict[str, str]]:
+        order = [name for name in _ORDER[label] if name != "mean" or norm == "layer_norm"]
+        with without_exit(label):
+            return bind(self.given[label], order, label)
+
+    def operands(self, norm: str) -> set[str]:
+        """The operands that the functions get."""
+        every = (self._bound(label, norm) for label in self.given)
+        return {name for positional, names in every for name in (*positional, *names.values())}
+
+    def absent(self, norm: str) -> dict[str, None]:
+        """Which of weight and bias no function takes, as fields of a case. Backward alone may
+        return dbias without a bias."""
+        taken = {"bias"} if self.given.keys() == {"backward"} else set()
+        return dict.fromkeys({"weight", "bias"} - self.operands(norm) - taken)
+
+    def not_covered(self, library: str, norms: set[str]) -> list[str]:
+        """What is not checked of functions like these."""
+        left = [
+            f"{name}: no function has a parameter for it"
+            for name in ("weight", "bias")
+            if norms and all(name in self.absent(norm) for norm in norms)
+        ]
+        if "function" in self.given and library != "torch":
+            left.append("gradients: only torch differentiates a function")
+        if "function" not in self.given:
+            left += [name for name in ("forward", "backward") if name not in self.given]
+        return left
+
+    def check_taken(self, norms: Sequence[str], parameters: Mapping[str, Any]) -> None:
+        """Raises ValueError for a weight or bias for which no function has a parameter."""
+        for label in ("weight", "bias"):
+            is_given = parameters.get(label) is not None
+            if is_given and norms and all(label in self.absent(norm) for norm in norms):
+                raise ValueError(
+                    f"{label} is given; expected None: your function has no parameter for it"
+                )
+
+    def traps(self, case: Case, seed: int = 0) -> list[Trial]:
+        """All traps of a case for these functions."""
+        library, takes_eps = Library(self.library).name, "eps" in self.operands(case.norm)
+        return trap_trials(case, library, takes_eps, "function" in self.given, seed)
+
+    def run(
+        self, problem: Problem, layouts: Mapping[str, str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """The results by name, as float64.
+
+        layouts: of x and dy by name, from LAYOUTS, or "three dimensions".
+
+        Raises ValueError for a result that is None, detached, of a wrong shape or too long, and for
+        a function that changes its inputs or calls sys.exit.
+        """
+        with without_exit(" or ".join(self.given)):
+            return self._results(problem, layouts or {})
+
+    def _results(self, problem: Problem, layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
+        library, case = Library(self.library), problem.case
+        operands: dict[str, Any] = {"normalized_shape": (case.num_cols,), "eps": case.eps}
+        dtypes = {"x": case.x, "dy": case.dtype("y")}
+        for name in ("weight", "bias", "x", "dy"):
+            dtype = dtypes.get(name) or case.dtype(name)
+            layout = layouts.get(name, "contiguous")
+            is_deep = layout == THREE_DIMENSIONS
+            layout = "contiguous" if is_deep else layout
+            operand = library.put(getattr(problem, name), dtype, layout)
+            operands[name] = operand[:, None] if is_deep else operand
+
+        def call(label: str) -> Any:
+            positional, names = self._bound(label, case.norm)
+            keywords = {name: operands[operand] for name, operand in names.items()}
+            returned = self.given[label](*map(operands.get, positional), **keywords)
+            for name in ("x", "dy", "weight", "bias"):
+                values = getattr(problem, name)
+                if operands[name] is None or values is None:
+                    continue
+                now = library.get(operands[name], name).reshape(values.shape)
+                if not np.array_equal(now, values, equal_nan=True):
+                    raise ValueError(
+                        f"{label} has changed {name}; expected it to leave its inputs alone"
+                    )
+            return returned
+
+        results: dict[str, tuple[Any, str]] = {}  # and whose they are
+        if "function" in self.given and library.name == "torch":
+            made = _differentiated(lambda: call("function"), operands)
+            results = {name: (each, "function") for name, each in made.items()}
+        elif "function" in self.given:
+            results = {"y": (call("function"), "function")}
+        if "forward" in self.given:
+            made = _split(call("forward"), _FORWARD[case.norm], "forward")
+            results |= {name: (each, "forward") for name, each in made.items()}
+        if "backward" in self.given:
+            # Not forward's own: one wrong statistic would make all gradients wrong, too.
+            right = getattr(reference, case.norm)(problem.x, eps=case.eps)
+            for name in ("mean", "rstd"):
+                dtype = compute_dtype(case.x).name
+                operands[name] = library.put(getattr(right, name), dtype)
+            made = _split(call("backward"), _BACKWARD, "backward")
+            results |= {name: (each, "backward") for name, each in made.items()}
+        checked = {}
+        for name, (value, source) in results.items():
+            try:
+                values = library.get(value, name)
+            except TypeError as error:
+                raise ValueError(f"{source} returned no array: {error}") from error
+            checked[name] = _of_right_shape(values, name, problem, source)
+        return checked
+
+
+def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
+    """What a function returned, by name: one array, a sequence, or fields of these names."""
+    first = names[0]
+    expected = f"expected {first}, or ({', '.join(names)})"
+    if returned is None:
+        raise ValueError(f"{label} returned None; {expected}")
+    if hasattr(returned, "_asdict"):
+        returned = returned._asdict()
+    if isinstance(returned, dict):
+        by_name = {name: returned[name] for name in names if returned.get(name) is not None}
+        if not by_name:
+            fields = printable(", ".join(map(str, returned)))
+            raise ValueError(f"{label} returned fields {fields}; {expected}")
+        return by_name
+    if not isinstance(returned, (tuple, list)):
+        return {first: returned}
+    values = list(returned)
+    if len(values) == 3 and names == _FORWARD["rms_norm"] and values[1] is None:
+        del values[1]
+    allowed = (1, len(names)) if label == "forward" else range(1, len(names) + 1)
+    if len(values) not in allowed:
+        raise ValueError(f"{label} returned {len(values)} values; {expected}")
+    if values[0] is None and label == "forward":
+        raise ValueError(f"{label} returned None as {first}; {expected}")
+    by_name = {name: value for name, value in zip(names, values) if value is not None}
+    if not by_name:
+        raise ValueError(f"{label} returned nothing but None; {expected}")
+    return by_name
+
+
+def _differentiated(call: Callable[[], Any], operands: dict[str, Any]) -> dict[str, Any]:
+    """y and, by autograd, the gradients of the operands. Changes x, weight and bias to leaves."""
+    import torch
+
+    leaves = {name: operands[name] for name in ("x", "weight", "bias")}
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
+    y = call()
+    expected = "expected y, a torch tensor with a graph to its inputs"
+    if isinstance(y, (tuple, list)) and y:
+        y = y[0]
+    if not isinstance(y, torch.Tensor):
+        raise ValueError(f"function returned {arrays.type_in_words(y)}; {expected}")
+    if not y.requires_grad:
+        raise ValueError(
+            "function returned a tensor that is detached from the graph (requires_grad is False); "
+            f"{expected}. Without autograd, give (forward, backward) instead"
+        )
+    gradients = torch.autograd.grad(
+        y, list(leaves.values()), operands["dy"].to(y.dtype), allow_unused=True
+    )
+    results = {"y": y} | {f"d{name}": each for name, each in zip(leaves, gradients)}
+    for name, value in results.items():
+        if value is None:
+            raise ValueError(
+                f"function returned a y that does not depend on {name[1:]} in autograd's graph; "
+                f"expected a gradient for each of {', '.join(leaves)}"
+            )
+    return results
+
+
+def _of_right_shape(values: np.ndarray, name: str, problem: Problem, label: str) -> np.ndarray:
+    """The values in the shape that results of this name have."""
+    rows, cols = problem.case.num_rows, problem.case.num_cols
+    expected = {"mean": (rows,), "rstd": (rows,), "dweight": (cols,), "dbias": (cols,)}
+    shape = expected.get(name, (rows, cols))
+    if values.shape == shape:
+        return values
+    is_same = values.size == np.prod(shape) and values.shape[-1:] in ((1,), shape[-1:])
+    if is_same and len(values.shape) > 1:
+        return values.reshape(shape)
+    hint = ""
+    if name in ("dweight", "dbias") and values.shape == (rows,):
+        hint = ": it is a sum over rows and has one value for each column"
+    if values.shape == shape[::-1] and len(shape) == 2:
+        hint = ": it is transposed"
+    raise ValueError(
+        f"{label} returned {name} of shape {values.shape} for x of shape {(rows, cols)}; "
+        f"expected {shape}{hint}"
+    )

@@ -1,0 +1,356 @@
+"""`python -m cupynorm check`: the gradient check of all kernels, or on the arrays of files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from .. import __version__
+from ..command_line import Appended, Commands, finite, number, positive, several
+from ..dispatch import dispatch
+from ..dispatch.devices import Device
+from ..dispatch.dispatch import Plan
+from ..dispatch.plans import plan
+from ..dispatch.strategies import STRATEGIES
+from ..dtypes import DTYPES
+from ..gpu import nvrtc, on_cpu
+from ..table import as_text
+from . import activations, check, kernels
+from .cases import DIRECTIONS, NORMS, Case
+from .check_function import LIBRARIES, Callables, check_callables, check_either, imported
+from .results import CheckResult, worst_of
+from .traps import Trial, default_trials, trap_trials
+
+_QUICK_DTYPES = ("float32", "bfloat16")
+# Elements of x in one case, by where the kernels run. Most of the time goes into the float64
+# reference on the host, and into the kernels where they run on the CPU.
+_GRID_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
+_GRID_ROWS = {"gpu": 1021, "cpu": 61}
+_FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
+_WIDEST = {"gpu": 2**22, "cpu": 2**19}
+
+
+class Entry(NamedTuple):
+    """Trials of one case. name: its line in the table."""
+
+    name: str
+    case: Case
+    trials: list[Trial] | None = None  # None: random ones, which are drawn when they run
+
+    def drawn(self, seed: int) -> list[Trial]:
+        return default_trials(self.case, seed) if self.trials is None else self.trials
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the parser of `check`."""
+    about = (
+        "Compare the kernels, forward and backward, with float64 on a GPU, or on the CPU if there "
+        "is none. This is what runs without a command."
+    )
+    help = "compare the kernels, forward and backward, with float64"
+    parser = commands.add_parser("check", help=help, description=about)
+    add = parser.add_argument
+    files = (
+        ".npy, .npz, .safetensors or .pt: check on its arrays, in their own dtypes. x or input, "
+        "weight, bias, dy and eps belong together, with or without a prefix such as layer1/; "
+        "every other array is an x of its own"
+    )
+    add("files", metavar="FILE", nargs="*", help=files)
+    on = "where the kernels run; by default on a GPU if there is one"
+    add("--on", choices=("gpu", "cpu"), help=on)
+    seed = "of random tensors, and of the order in which threads run on the CPU (0)"
+    add("--seed", type=number, default=0, help=seed)
+    quick = "every strategy on a few shapes: seconds on a laptop without a GPU"
+    add("--quick", action="store_true", help=quick)
+    add("--traps", action="store_true", help="data and layouts on which other norms failed")
+    norm = "the norm that is checked; by default both, of functions layer_norm"
+    add("--norm", choices=NORMS, help=norm)
+    add("--eps", type=finite, metavar="EPS", help="by default that of a file, else 1e-5")
+    own = parser.add_argument_group(
+        "your own functions",
+        "They are checked in place of the kernels, on random data or on files. Their parameters "
+        "may have the names x or input, normalized_shape, weight, bias, eps, dy, mean and rstd; "
+        "parameters of other names get what is left, in the order shown.",
+    )
+    add = own.add_argument
+    signatures = {
+        "function": "(input, normalized_shape, weight, bias, eps) -> y, differentiated by torch",
+        "forward": "(x, weight, bias, eps) -> y, or (y, mean, rstd); RMSNorm: (y, rstd)",
+        "backward": "(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias)",
+    }
+    for name, signature in signatures.items():
+        add(f"--{name}", metavar="MODULE:NAME", help=signature)
+    library = "of the arrays that they get; by default torch if it is installed, else numpy"
+    add("--library", choices=LIBRARIES, help=library)
+    dtypes = "of random data, with commas or given again (float32)"
+    add("--dtype", action=Appended, type=several(list(DTYPES)), help=dtypes)
+    several_shapes = "of random data, with commas or given again (64x768,61x769,7x8195)"
+    add("--shape", action=Appended, type=shapes, help=several_shapes)
+    parser.set_defaults(run=run)
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    """The type of an argument such as 64x768,3x33."""
+    extents = []
+    for each in text.split(","):
+        parts = each.split("x")
+        if len(parts) != 2:
+            sentence = f"{each!r} is no shape; expected rows x columns, such as 64x768"
+            raise argparse.ArgumentTypeError(sentence)
+        extents.append((positive(parts[0]), positive(parts[1])))
+    return extents
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit code: 0 if all is within what the dtypes allow, else 1."""
+    labels = ("function", "forward", "backward")
+    named = {label: getattr(arguments, label) for label in labels if getattr(arguments, label)}
+    options = {} if arguments.eps is None else {"eps": arguments.eps}
+    if named:
+        result = run_functions(arguments, named, options)
+    else:
+        result = run_kernels(arguments, options)
+    if not result.findings:
+        raise ValueError("no tensor was checked; expected at least one result")
+    print(result)
+    return 0 if result else 1
+
+
+def run_functions(
+    arguments: argparse.Namespace, named: dict[str, str], options: dict[str, float]
+) -> CheckResult:
+    """Checks functions, MODULE:NAME by label. options: an eps that is given."""
+    if arguments.on or arguments.quick:
+        raise ValueError("--on or --quick is given with your own functions; expected neither")
+    if "function" in named and len(named) > 1:
+        raise ValueError(
+            "--function is given together with --forward or --backward; expected --function "
+            "alone, whose backward is autograd's, or --forward, --backward or both"
+        )
+    functions = {label: imported(text, f"--{label}") for label, text in named.items()}
+    norm, recorded = arguments.norm or NORMS[0], []
+    if arguments.files:
+        if arguments.traps or arguments.dtype or arguments.shape:
+            raise ValueError(
+                "--traps, --dtype or --shape is given with files; expected none of them"
+            )
+        recorded = _arrays_of(arguments, options)
+
+    def checked(library: str | None) -> CheckResult:
+        own = Callables(library=library, **functions)
+        if arguments.files:
+            mine = [replace(each, **own.absent(norm)) for each in recorded]
+            trials = [Trial(each.problem(norm), each.name) for each in mine]
+        else:
+            cases = [
+                Case(norm, 0, 0, dtype, **options | own.absent(norm))
+                for dtype in arguments.dtype or ["float32"]
+            ]
+            trials = check.random_trials(cases, arguments.shape, arguments.seed)
+            for case in cases if arguments.traps else ():
+                trials += own.traps(case, arguments.seed)
+        return check_callables(_with_progress(trials), own, arguments.traps)
+
+    return checked(arguments.library) if arguments.library else check_either(checked)
+
+
+def run_kernels(arguments: argparse.Namespace, options: dict[str, float]) -> CheckResult:
+    """Checks the kernels, and prints a table of problems and dtypes."""
+    for name in ("library", "dtype", "shape"):
+        if getattr(arguments, name):
+            raise ValueError(
+                f"--{name} is given without --function, --forward or --backward; expected one"
+            )
+    where = kernels.machine(arguments.on, arguments.seed)
+    print(describe(where), end="\n\n", flush=True)
+    entries = entries_of(arguments, where, options)
+    if where.on == "cpu":
+        compile_on_cpu(entries, where.device)
+    results = [
+        (entry, check.check_kernels(entry.drawn(arguments.seed), where))
+        for entry in _with_progress(entries)
+    ]
+    print(table(results, where.device), end="\n\n")
+    result = results[0][1] if results else CheckResult()
+    result.findings = [found for _, each in results for found in each.findings]
+    result.checked = result.checked.partition(";")[0]  # the shapes are in the table
+    return result
+
+
+def _with_progress(every: Iterable) -> Iterable:
+    return tqdm(every, desc="checking", unit="case", leave=False, disable=None)
+
+
+def _arrays_of(
+    arguments: argparse.Namespace, options: dict[str, float]
+) -> list[activations.Activations]:
+    """Those of the files, or the shipped ones, with the eps that is given."""
+    recorded = [each for path in arguments.files for each in activations.read(path, print)]
+    if arguments.files and not recorded:
+        raise ValueError("the files have no array of floats; expected at least one")
+    return [replace(each, **options) for each in recorded or activations.shipped()]
+
+
+def describe(where: kernels.Machine) -> str:
+    """The GPU, the libraries, and where the kernels run."""
+    machine = nvrtc.environment()
+    named = {"cupy": "CuPy", "cuda_runtime": "CUDA runtime", "nvrtc": "NVRTC", "torch": "torch"}
+    libraries = [
+        f"{label} {machine[name]}" if machine[name] else f"no {label}"
+        for name, label in named.items()
+    ]
+    gpu = f"{machine['gpu']}, driver {machine['driver']}" if machine["gpu"] else "no GPU"
+    line = f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"
+    if where.on == "gpu":
+        return line
+    return (
+        f"{line}\nThe .cu files are compiled by {on_cpu.compiler()} and run on the CPU, planned "
+        f"for an {where.device.name}."
+    )
+
+
+def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
+    """Compiles all kernels of the entries ahead, with as many compilers at once as CPUs."""
+    plans = [plan_of(entry.case, device, way) for entry in entries for way in DIRECTIONS]
+    wanted = [launch.kernel for plan in plans for launch in plan.launches]
+    instances = list(dict.fromkeys((each.source, each.name_expression) for each in wanted))
+    batch = 4 * (os.cpu_count() or 1)
+    shown = {"desc": "compiling", "unit": "kernel", "leave": False, "disable": None}
+    with tqdm(total=len(instances), **shown) as bar:
+        for first in range(0, len(instances), batch):
+            part = instances[first : first + batch]
+            on_cpu.compile_many(part)
+            bar.update(len(part))
+
+
+def table(results: Sequence[tuple[Entry, CheckResult]], device: Device) -> str:
+    """One line for each problem, one column for each dtype: the tensor with the largest error."""
+    dtypes = [dtype for dtype in DTYPES if any(entry.case.x == dtype for entry, _ in results)]
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for entry, result in results:
+        worst = worst_of(result.findings)
+        verdict = f"{worst.error:.2f} {worst.tensor}"
+        line = lines.setdefault((entry.case.norm, entry.name), {})
+        line[entry.case.x] = verdict if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
+        for direction in DIRECTIONS:
+            used = plan_of(entry.case, device, direction).strategy
+            known = line.get(direction, "").split("/") if direction in line else []
+            line[direction] = "/".join(dict.fromkeys([*known, used]))
+    columns = [*DIRECTIONS, *dtypes]
+    rows = [["norm", "rows x columns", *columns]]
+    rows += [[*key, *(line.get(each, "-") for each in columns)] for key, line in lines.items()]
+    return as_text(rows)
+
+
+# What is checked.
+
+
+def entries_of(
+    arguments: argparse.Namespace, where: kernels.Machine, options: dict[str, float]
+) -> list[Entry]:
+    """What the arguments ask to check."""
+    norms = (arguments.norm,) if arguments.norm else NORMS
+    dtypes = _QUICK_DTYPES if arguments.quick else list(DTYPES)
+    if arguments.traps and not arguments.files:
+        return [
+            Entry(f"{trial.name}, {_shape(trial.problem.case)}", trial.problem.case, [trial])
+            for norm, dtype in product(norms, dtypes)
+            for trial in trap_trials(Case(norm, 0, 0, dtype, **options), seed=arguments.seed)
+        ]
+    entries = []
+    recorded = _arrays_of(arguments, options)
+    for norm, each, dtype in product(norms, recorded, [None] if arguments.files else dtypes):
+        most = _FILE_ELEMENTS[where.on]
+        problem = each.problem(norm, dtype, max_elements=most, seed=arguments.seed)
+        num_rows, num_cols = each.x.shape
+        is_sample = problem.case.num_rows < num_rows
+        sampled = f"{problem.case.num_rows} of " if is_sample else ""
+        label = each.name.rpartition("layer_norms/")[2]
+        name = f"{label}, {sampled}{num_rows} x {num_cols}"
+        entries.append(Entry(name, problem.case, [Trial(problem)]))
+    if arguments.files:
+        return entries
+    shapes = quick_shapes(where.device) if arguments.quick else grid_shapes(where.device, where.on)
+    return entries + random_entries(shapes, norms, dtypes[arguments.quick :], **options)
+
+
+def random_entries(
+    shapes: Sequence[tuple[int, int, str | None]],
+    norms: Sequence[str],
+    dtypes: Sequence[str],
+    **options: Any,
+) -> list[Entry]:
+    """Random tensors of these shapes, with the strategy that is forced, in each norm and dtype."""
+    entries = []
+    for norm, (num_rows, num_cols, strategy), dtype in product(norms, shapes, dtypes):
+        case = Case(norm, num_rows, num_cols, dtype, strategy=strategy, **options)
+        forced = f", {strategy} forced" if strategy else ""
+        entries.append(Entry(f"random, {_shape(case)}{forced}", case))
+    return entries
+
+
+def _shape(case: Case) -> str:
+    return f"{case.num_rows} x {case.num_cols}"
+
+
+def _strategies_of(device: Device) -> list[str]:
+    capability = device.compute_capability
+    return [name for name, row in STRATEGIES.items() if capability >= row.first_capability]
+
+
+def grid_shapes(device: Device, on: str) -> list[tuple[int, int, str | None]]:
+    """Shapes that reach every strategy of a device in both directions. on: "gpu" or "cpu".
+
+    A few narrow and odd widths; then, for each strategy and direction, the first width that is too
+    wide for it in every dtype. Where that takes too long, the next strategy is forced on
+    narrower rows.
+    """
+    widths, forced, names = {1, 33, 768, 4095}, set(), _strategies_of(device)
+    for direction in DIRECTIONS:
+        problems = [
+            plan(4096, dtype=dtype, device=device, direction=direction).problem for dtype in DTYPES
+        ]
+        for name, following in zip(names, names[1:]):
+            widest = max(dispatch.widest(name, problem, device) for problem in problems)
+            beyond = (widest // 16 + 1) * 16  # whole packs in every dtype
+            if beyond > _WIDEST[on]:
+                forced.add(following)
+            else:
+                widths.add(beyond)
+    shapes: list[tuple[int, int, str | None]] = []
+    for num_cols in sorted(widths):
+        fewest = 1 if num_cols >= 2**20 else 2
+        num_rows = min(_GRID_ROWS[on], max(_GRID_ELEMENTS[on] // num_cols, fewest))
+        shapes.append((num_rows, num_cols, None))
+    return shapes + [(3, 4096, name) for name in names if name in forced]
+
+
+def quick_shapes(device: Device) -> list[tuple[int, int, str | None]]:
+    """Two widths for each strategy of a device: whole packs, and an odd number of columns.
+
+    Strategies for wide rows are forced on narrower ones.
+    """
+    names = [name for name in _strategies_of(device) if name != "warp"]
+    forced = [(3, num_cols, name) for name in names for num_cols in (4095, 4096)]
+    return [(61, 33, None), (16, 768, None), *forced]
+
+
+def plan_of(case: Case, device: Device, direction: str) -> Plan:
+    """The plan of a case in one direction."""
+    return plan(
+        case.num_cols,
+        case.num_rows,
+        case.x,
+        norm=case.norm,
+        direction=direction,
+        device=device,
+        weight_dtype=case.dtype("weight"),
+        bias_dtype=case.dtype("bias"),
+        strategy=case.strategy,
+    )

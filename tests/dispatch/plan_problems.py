@@ -1,0 +1,52 @@
+"""Problems and devices of the tests of plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from cupynorm.dispatch.devices import DEVICES, Device
+from cupynorm.dispatch.problem import Layout, Problem, Tile
+from cupynorm.dispatch.strategies import STRATEGIES
+
+CUDA_SRC = Path(__file__).parents[2] / "cuda_src"
+
+
+TABLE = tuple(STRATEGIES)
+
+
+GPUS = ("A100", "RTX 4090", "H100", "H200", "B200")
+
+
+DIRECTIONS = ("forward", "backward")
+
+
+def problem_of(
+    num_cols: int, dtype: str = "bfloat16", direction: str = "forward", **changes: object
+) -> Problem:
+    tensors: dict = {"y": dtype, "weight": dtype, "bias": dtype}
+    if direction == "backward":
+        tensors = {"weight": dtype, "dy": dtype, "dx": dtype, "dweight": dtype, "dbias": dtype}
+    tensors["layout"] = Layout.of_new_arrays(num_cols)
+    return Problem(
+        direction, num_cols=num_cols, x=dtype, **({"centered": True} | tensors | changes)
+    )
+
+
+def without_file(name: str) -> Device:
+    """The device by another name, which no data file is for: the model decides."""
+    return replace(DEVICES[name], name=f"{name} by the model")
+
+
+def slice_of(num_cols: int, tile: Tile) -> int:
+    """Columns of the widest slice of a cluster, in steps of 8 packs."""
+    if tile.cluster_size == 1:
+        return num_cols
+    return -(-num_cols // (8 * tile.pack_size * tile.cluster_size)) * 8 * tile.pack_size
+
+
+def pack_limit(num_cols: int, operands: list[tuple[int, int, int]]) -> int:
+    """Of tensors of several rows: address, row stride, itemsize."""
+    if not operands:
+        return Layout.of_new_arrays(num_cols).pack_limit
+    return Layout.of(num_cols, [(*each, 9) for each in operands]).pack_limit

@@ -1,0 +1,174 @@
+"""Layout: the packs that addresses and strides allow. Plans: the bytes that they move."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from plan_problems import pack_limit
+
+from cupynorm.dispatch.plans import plan
+from cupynorm.dispatch.problem import Layout, Tile
+
+
+def test_pack_limit():
+    """The largest power of two that divides num_cols and keeps every pack aligned."""
+    for num_cols, expected in (
+        (1, 1),
+        (7, 1),
+        (6, 2),
+        (12, 4),
+        (768, 16),
+        (1000, 8),
+        (1023, 1),
+        (1 << 20, 16),
+    ):
+        assert Layout.of_new_arrays(num_cols) == Layout(expected, contiguous=True)
+        assert pack_limit(num_cols, [(256, num_cols, 2), (512, 0, 4)]) == expected or num_cols in (
+            1000,
+        )
+    # Addresses. A pack of 16 or more bytes needs 16.
+    for address, itemsize, expected in (
+        (1 << 20, 2, 16),
+        (16, 2, 16),
+        (8, 2, 4),
+        (4, 2, 2),
+        (2, 2, 1),
+        (1, 2, 1),
+        (16, 4, 16),
+        (8, 4, 2),
+        (4, 4, 1),
+        (16, 8, 16),
+        (8, 8, 1),
+        (0, 2, 16),
+        (48, 8, 16),
+    ):
+        assert pack_limit(768, [(address, 0, itemsize)]) == expected, (address, itemsize)
+    # Row strides: contiguous, padded by some elements, reversed.
+    for stride, itemsize, expected in (
+        (768, 2, 16),
+        (769, 2, 1),
+        (770, 2, 2),
+        (772, 2, 4),
+        (769, 4, 1),
+        (770, 4, 2),
+        (-769, 2, 1),
+        (-768, 2, 16),
+    ):
+        assert pack_limit(768, [(256, stride, itemsize)]) == expected, (stride, itemsize)
+    # The worst of all tensors counts, whichever it is.
+    for layouts in ([(2, 0, 2), (256, 0, 2)], [(256, 0, 2), (2, 0, 2)], [(256, 0, 4), (256, 3, 2)]):
+        assert pack_limit(768, layouts) == 1
+    # 40 bytes of 1000 columns' rows: 8 elements of 2 bytes divide both.
+    assert pack_limit(1000, [(256, 1000, 2)]) == 8
+
+
+def packs_fit(num_cols, layouts, pack_size):
+    """Whether whole packs make up a row and the first packs of 16 rows start aligned."""
+    for address, stride, itemsize in layouts:
+        if any(
+            (address + row * stride * itemsize) % min(16, pack_size * itemsize) for row in range(16)
+        ):
+            return False
+    return num_cols % pack_size == 0
+
+
+def test_a_layout_without_operands_is_refused():
+    with pytest.raises(ValueError, match="operands is empty"):
+        Layout.of(768, ())
+
+
+def test_pack_limit_is_the_largest_aligned_pack():
+    """Packs of the limit are aligned in every row. Packs of twice the limit are not."""
+    generator = np.random.default_rng(1)
+    doubled = 0
+    for _ in range(2000):
+        num_cols = int(generator.integers(1, 2000)) * int(generator.choice([1, 2, 4, 8]))
+        layouts = [
+            (int(generator.integers(0, 64)) * size, int(generator.integers(-4000, 4000)), size)
+            for size in generator.choice([2, 4, 8], 3).tolist()
+        ]
+        limit = pack_limit(num_cols, layouts)
+
+        assert limit in (1, 2, 4, 8, 16) and packs_fit(num_cols, layouts, limit)
+        assert limit == 16 or not packs_fit(num_cols, layouts, 2 * limit)
+        doubled += limit < 16
+    assert doubled > 1000
+
+
+def test_alignment_and_width_reach_the_tile():
+    for alignment, num_cols, expected in (
+        (256, 768, 8),
+        (16, 768, 8),
+        (8, 768, 4),
+        (2, 768, 1),
+        (256, 767, 1),
+        (256, 766, 2),
+    ):
+        assert plan(num_cols, device="H200", alignment=alignment).tile.pack_size == expected
+    assert plan(768, dtype="float32", device="H200").tile.pack_size == 4
+    assert plan(768, dtype="float64", device="H200").tile.pack_size == 2
+    # 16 bytes of the narrowest streamed tensor: a wide x is then moved as two instructions a pack.
+    assert plan(768, dtype="float32", out_dtype="bfloat16", device="H200").tile.pack_size == 8
+
+
+def test_bytes_moved():
+    """By hand: rows x streamed tensors, statistics, parameters, partial sums twice."""
+    made = plan(1000, 10, "bfloat16", device="H200")
+    assert (
+        made.bytes_moved == made.bytes_needed == 10 * 1000 * (2 + 2) + 10 * 2 * 4 + 1000 * (2 + 2)
+    )
+    made = plan(
+        1000,
+        10,
+        "float64",
+        norm="rms_norm",
+        weight_dtype="float32",
+        bias_dtype=None,
+        out_dtype="float16",
+        device="A100",
+    )
+    assert made.bytes_moved == made.bytes_needed == 10 * 1000 * (8 + 2) + 10 * 1 * 8 + 1000 * 4
+    made = plan(
+        1000, 10, "float16", weight_dtype=None, bias_dtype=None, residual=True, device="A100"
+    )
+    assert made.bytes_moved == made.bytes_needed == 10 * 1000 * (2 + 2 + 2 + 2) + 10 * 2 * 4
+
+    tile = Tile(pack_size=4, threads_per_row=32, packs_per_thread=4, rows_per_block=4)
+    made = plan(500, 10, "float32", direction="backward", device="H200", strategy="warp", tile=tile)
+    needed = 10 * 500 * 4 * 3 + 10 * 2 * 4 + 500 * 4 * 3
+    assert (
+        made.num_partials == 3
+    )  # ten rows, four a block; each a row of dweight and of dbias, written and read
+    assert (made.bytes_needed, made.bytes_moved) == (needed, needed + 2 * 2 * 3 * 500 * 4)
+
+
+def test_bytes_moved_if_rows_are_read_again():
+    """uncached forward: welford reads x twice, two_pass three times, or twice without a mean.
+
+    Backward reads x and dy for its sums, for dx, and for dweight and dbias.
+    """
+    once = 10 * 1000
+    for norm, statistics, passes in (
+        ("layer_norm", "welford", 2),
+        ("layer_norm", "two_pass", 3),
+        ("rms_norm", "welford", 2),
+        ("rms_norm", "two_pass", 2),
+    ):
+        made = plan(
+            1000,
+            10,
+            "float32",
+            norm=norm,
+            strategy="uncached",
+            statistics=statistics,
+            device="H200",
+        )
+        assert made.bytes_moved - made.bytes_needed == (passes - 1) * once * 4
+    made = plan(
+        1000, 10, "float32", strategy="uncached", statistics="welford", residual=True, device="H200"
+    )
+    assert made.bytes_moved - made.bytes_needed == once * (4 + 4), "x and residual are read again"
+
+    made = plan(1000, 10, "float32", direction="backward", strategy="uncached", device="H200")
+    assert made.bytes_moved - made.bytes_needed == 2 * once * (4 + 4)
+    assert made.num_partials == 0

@@ -1,0 +1,329 @@
+"""Data files of measured tiles: what is in them is valid, worth its lines, and used."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.dispatch import measured, plans
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.dispatch import choose
+from cupynorm.dispatch.measured import (
+    FILES,
+    class_of,
+    key_of,
+    measured_tile,
+    read_rows,
+    row_for,
+    tile_of,
+    write_rows,
+)
+from cupynorm.dispatch.plans import plan
+from cupynorm.dispatch.problem import PATHS_OF_STRATEGY, Layout, Problem, Tile
+from cupynorm.gpu import on_cpu
+from cupynorm.norm import prepared
+from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.kernels import CpuMachine
+from cupynorm.verify.results import judge_all
+from cupynorm.verify.run import run_kernels
+
+FOLDER = Path(cupynorm.__file__).parent / "dispatch"
+E4M3 = "float8_e4m3fn"
+
+
+def problem_of(row: measured.Row, norm: str, dtype: str, num_cols: int) -> Problem:
+    """A problem of a row's class, as large as possible: with all parameters."""
+    first, _, *words = row.kind.split()
+    size = 2 if dtype in ("bfloat16", "float16") else 4
+    layout = Layout(int(first) // size, contiguous=True)
+    wide = "float32" if "wide" in words else dtype
+    bias = wide if norm == "layer_norm" else None
+    scaling = next((word for word in words if word in ("given", "tensor", "row", "block")), None)
+    if row.direction == "forward":
+        return Problem(
+            "forward",
+            norm == "layer_norm",
+            num_cols,
+            dtype,
+            layout,
+            y=E4M3 if scaling else dtype,
+            weight=wide,
+            bias=bias,
+            residual="residual" in words,
+            scaling=scaling,
+            amax="amax" in words,
+        )
+    return Problem(
+        "backward",
+        norm == "layer_norm",
+        num_cols,
+        dtype,
+        layout,
+        dy=dtype,
+        dx=dtype,
+        weight=wide,
+        dweight=wide,
+        dbias=bias,
+        dsum=dtype if "dsum" in words else None,
+    )
+
+
+def widths_of(row: measured.Row) -> list[int]:
+    """Widths of a row's class at its ends and between them."""
+    size = 2 if row.dtype.split("|")[0] in ("bfloat16", "float16") else 4
+    step = max(row.step, int(row.kind.split()[0]) // size)
+    first, last = -(-row.from_cols // step) * step, row.to_cols // step * step
+    return sorted({first, last, (first + last) // 2 // step * step, min(first + step, last)} - {0})
+
+
+ROWS = read_rows(FOLDER / "h200.csv")
+
+
+def test_every_row_is_a_range_that_is_worth_its_line_and_fits():
+    """At most 400 rows, each with a gain of 2% or more and a tile that all its devices run."""
+    assert 0 < len(ROWS) <= 400
+    for row in ROWS:
+        assert row.from_cols < row.to_cols and row.gain >= 0.02 and row.date, row
+        assert row.path in PATHS_OF_STRATEGY[row.strategy]
+        for _, norm, dtype, kind in row.keys:
+            for num_cols in widths_of(row):
+                problem = problem_of(row, norm, dtype, num_cols)
+                assert class_of(problem) == kind and row.holds(num_cols), (row, num_cols)
+                for device in FILES["h200.csv"]:
+                    # raises where it does not fit
+                    choose(problem, DEVICES[device], row.strategy, row.tile(problem))
+
+
+def test_every_row_decides_something():
+    """Each row is the first that holds one of its widths."""
+    by_key = measured.by_key(ROWS)
+    for row in ROWS:
+        size = 2 if row.dtype.split("|")[0] in ("bfloat16", "float16") else 4
+        step = max(row.step, int(row.kind.split()[0]) // size)
+        widths = range(-(-row.from_cols // step) * step, row.to_cols + 1, step)
+        firsts = (
+            next(each for each in by_key[key] if each.holds(num_cols))
+            for key in row.keys
+            for num_cols in widths
+        )
+        assert any(first == row for first in firsts), row
+
+
+def test_rows_are_written_as_they_are_read(tmp_path):
+    write_rows(tmp_path / "h200.csv", ROWS)
+    assert (tmp_path / "h200.csv").read_text() == (FOLDER / "h200.csv").read_text()
+    first = ROWS[0]
+    problem = problem_of(first, *first.keys[0][1:3], widths_of(first)[0])
+    found = {"step": first.step, "gain": first.gain, "date": first.date}
+    ends = first.from_cols, first.to_cols
+    made = row_for(problem, first.strategy, first.tile(problem), *ends, **found)
+    assert made == replace(first, norm=made.norm, dtype=made.dtype)
+
+
+def test_reason_of_a_plan_names_the_table():
+    for row in [row for row in ROWS if row.direction == "forward"][:50]:
+        problem = problem_of(row, *row.keys[0][1:3], widths_of(row)[0])
+        assert choose(problem, DEVICES["H200"]).reason == "measured, in h200.csv"
+        assert not choose(problem, DEVICES["B200"]).reason.startswith("measured")
+
+
+def test_a_row_that_fills_a_ring_is_not_of_its_range():
+    """Backward, 24,576 columns fill deep rings of clusters of 8 blocks; 24,584 columns do not."""
+    tiles = {
+        num_cols: plan(num_cols, 1 << 16, direction="backward", device="H200").tile
+        for num_cols in (24576, 24584)
+    }
+    assert (tiles[24576].exact, tiles[24576].cluster_size, tiles[24576].stages) == (1, 8, 4)
+    assert (tiles[24584].exact, tiles[24584].cluster_size) == (0, 2)
+
+
+def test_classes():
+    made = plan(1024, device="H200").problem
+    assert class_of(made) == "16 bytes" and key_of(made) == (
+        "forward",
+        "layer_norm",
+        "bfloat16",
+        "16 bytes",
+    )
+    for changes, expected in (
+        ({"residual": True}, "16 bytes residual"),
+        ({"weight": "float32"}, "16 bytes wide"),
+        ({"weight": None, "bias": None}, "16 bytes"),
+        ({"y": E4M3, "scaling": "given", "amax": True}, "16 bytes given amax"),
+        ({"layout": Layout(2, contiguous=True)}, "4 bytes"),
+        ({"y": "float32"}, None),
+        ({"input": "float16"}, None),
+    ):
+        assert class_of(replace(made, **changes)) == expected, changes
+    backward = plan(1024, device="H200", direction="backward").problem
+    assert class_of(replace(backward, dsum="bfloat16")) == "16 bytes dsum"
+    assert class_of(replace(backward, dx=None)) == "16 bytes"
+    assert class_of(replace(backward, recomputed="bfloat16")) is None
+
+
+def test_rows_with_gaps_take_no_bundle_of_a_file():
+    row = next(row for row in ROWS if row.path == "bundle")
+    problem = problem_of(row, *row.keys[0][1:3], widths_of(row)[0])
+    apart = replace(problem, layout=replace(problem.layout, contiguous=False))
+    assert tile_of([row], problem, DEVICES["H200"]) and not tile_of([row], apart, DEVICES["H200"])
+
+
+def test_long_threads_want_all_parameters():
+    rows = [row for row in ROWS if row.direction == "forward" and row.path == "registers"]
+    found = 0
+    for row in rows:
+        problem = problem_of(row, *row.keys[0][1:3], widths_of(row)[0])
+        bare = replace(problem, weight=None, bias=None)
+        long = row.tile(problem).elements > 64
+        found += long
+        assert (tile_of([row], bare, DEVICES["H200"]) is None) == long
+    assert found
+
+
+def test_other_devices_have_no_rows():
+    problem = plan(1024, device="H200").problem
+    assert all(
+        measured_tile(problem, DEVICES[name]) is None
+        for name in DEVICES
+        if name not in FILES["h200.csv"]
+    )
+
+
+@pytest.mark.parametrize("changes", ({"clusters": ((2, 66),)}, {"smem_per_block": 101376}), ids=str)
+def test_a_device_of_the_same_name_that_can_do_less_has_no_rows(changes):
+    """A tile of the file may have clusters, or shared memory, that the device has not."""
+    less = replace(DEVICES["H200"], **changes)
+    for direction in ("forward", "backward"):
+        for num_cols in (1000, 9008, 12288, 51204, 131072):
+            made = plan(num_cols, device=less, direction=direction)
+            renamed = plan(num_cols, device=replace(less, name="other"), direction=direction)
+            assert made.launches == renamed.launches
+    fewer = replace(DEVICES["H200"], num_sms=114)
+    assert plan(9008, device=fewer).reason == plan(9008, device="H200").reason
+
+
+# use_tiles.
+
+H200 = DEVICES["H200"]
+HEADER = (FOLDER / "h200.csv").read_text(encoding="utf-8").partition("\n")[0]
+DISPATCH = (FOLDER.parents[1] / "docs" / "dispatch.md").read_text(encoding="utf-8")
+DOCUMENTED = next(line for line in DISPATCH.splitlines() if line.startswith("forward,layer_norm|"))
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A data file with the row that docs/dispatch.md shows; the GPU here is an H200."""
+    monkeypatch.setattr(plans, "present", lambda: [H200])
+    path = tmp_path / "own.csv"
+    path.write_text(f"{HEADER}\n{DOCUMENTED}\n", encoding="utf-8")
+    yield path
+    cupynorm.use_tiles(None)
+
+
+def test_a_data_file_is_used_for_its_widths(own):
+    """On the GPU of this machine, where neither strategy nor tile is asked for; until None."""
+    before = plan(4096, device=H200)
+    cupynorm.use_tiles(own)
+    tile = Tile(8, 256, 2, blocks_per_sm=4, exact=1)
+    for norm in ("layer_norm", "rms_norm"):
+        found = plan(4096, 1 << 20, device=H200, norm=norm)
+        assert (found.strategy, found.tile, found.reason) == ("block", tile, "from own.csv")
+    for other in (
+        {"num_cols": 4104},
+        {"dtype": "float16"},
+        {"residual": True},
+        {"alignment": 4},
+        {"strategy": "uncached"},
+        {"device": "B200"},
+        {"direction": "backward"},
+    ):
+        assert "own.csv" not in plan(**({"num_cols": 4096, "device": H200} | other)).reason
+    cupynorm.use_tiles(None)
+    assert plan(4096, device=H200) == before
+
+
+def test_prepared_calls_are_forgotten(own, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(plans, "forget", lambda: forgotten.append(True))
+    cupynorm.use_tiles(own)
+    assert forgotten and callable(prepared.forget)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("forward,", "froward,", "direction is 'froward'; expected one of forward, backward"),
+        ("layer_norm|", "layernorm|", "norm is 'layernorm|rms_norm'; expected one of layer_norm"),
+        (",registers,", ",register,", "path is 'register'; expected one of registers, smem"),
+        ("4096,4096", "4096,all", "invalid literal"),
+        (",strategy,", ",", "KeyError: 'strategy'"),
+        (",8,8,256,", ",0,8,256,", "step is 0; expected 1 or more"),
+        (",8,8,256,", ",8,0,256,", "pack_size is 0; expected 1 or more"),
+        (",0,0,,", "", "a row has fewer cells than the first line"),
+        ("forward,layer_norm", None, "own.csv has no rows; expected those that tune"),
+    ],
+)
+def test_a_wrong_data_file_is_refused(own, old, new, message):
+    """The file in use stays."""
+    cupynorm.use_tiles(own)
+    text = own.read_text(encoding="utf-8")
+    text = text.partition(old)[0] if new is None else text.replace(old, new, 1)
+    own.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cupynorm.use_tiles(own)
+    assert plan(4096, device=H200).reason.startswith("from own.csv")
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(OSError, match="none.csv"):
+        cupynorm.use_tiles(tmp_path / "none.csv")
+    with pytest.raises(ValueError, match="is a table of an earlier version; expected a .csv"):
+        cupynorm.use_tiles(tmp_path / "tiles.json")
+
+
+def test_without_a_gpu_a_data_file_is_for_any_device(own, monkeypatch):
+    """Tiles that a device cannot run are left out."""
+    monkeypatch.setattr(plans, "present", list)
+    cupynorm.use_tiles(FOLDER / "h200.csv")
+    row = next(row for row in ROWS if row.path == "ring" and row.direction == "forward")
+    problem = problem_of(row, *row.keys[0][1:3], widths_of(row)[0])
+    found = choose(problem, DEVICES["B200"])
+    assert (found.tile, found.reason) == (row.tile(problem), "from h200.csv")
+    assert not choose(problem, DEVICES["A100"]).reason.startswith("from")
+
+
+def _no_compiler() -> str:
+    try:
+        on_cpu.compiler()
+    except on_cpu.NoCompilerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler() or "there is a compiler")
+@pytest.mark.parametrize(
+    "words",
+    ["registers,warp,1024,1024,1,8,32,2,1,2,0,0,,", "ring,block,1024,1024,1,8,64,2,1,1,2,0,,"],
+    ids=["registers", "ring"],
+)
+def test_results_under_a_data_file(own, words):
+    """Right, with the same bits for any order of threads, alone and in a batch."""
+    own.write_text(f"{HEADER}\nbackward,layer_norm,bfloat16,16 bytes,{words}\n")
+    cupynorm.use_tiles(own)
+    assert plan(1024, device=H200, direction="backward").reason == "from own.csv"
+    whole = random_problem(Case("layer_norm", 19, 1024, "bfloat16"))
+
+    def rows(chosen):
+        case = replace(whole.case, num_rows=len(whole.x[chosen]))
+        return replace(whole, case=case, x=whole.x[chosen], dy=whole.dy[chosen])
+
+    got, again = (run_kernels(whole, CpuMachine(seed=seed)) for seed in (1, 2))
+    assert all(found.ok for found in judge_all(whole, got))
+    assert all(np.array_equal(got[name], again[name]) for name in got)
+    part = run_kernels(rows(slice(3, 9)), CpuMachine())
+    assert all(np.array_equal(part[name], got[name][3:9]) for name in ("y", "mean", "rstd", "dx"))

@@ -1,0 +1,133 @@
+"""model.py: what a tile needs of a multiprocessor, and tiles that fit on every GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from plan_problems import GPUS, problem_of, without_file
+from tile_problems import A100, H200, QUANTIZED, RTX_4090, RTX_5090, backward, forward
+
+from cupynorm.dispatch.dispatch import choose
+from cupynorm.dispatch.model import (
+    RESERVED_BYTES,
+    blocks_that_fit,
+    check_tile,
+    fits_smem,
+    registers_of_thread,
+    shaped,
+    warps_that_fit,
+)
+from cupynorm.dispatch.problem import SCALINGS, Tile
+
+
+@pytest.mark.parametrize(
+    ("registers", "warps"),
+    [(8, 256), (32, 64), (33, 48), (56, 36), (64, 32), (128, 16), (168, 12), (255, 8), (257, 0)],
+)
+def test_warps_that_fit(registers, warps):
+    """A quarter of 65536 registers holds whole warps of 32 threads; registers come in eights."""
+    assert warps_that_fit(H200, registers) == warps
+
+
+@pytest.mark.parametrize("device", [H200, A100, RTX_4090], ids=lambda device: device.name)
+def test_blocks_that_fit(device):
+    """16 elements of a plain forward are 16 registers beside 40: 36 warps, 9 blocks of 4 warps."""
+    tile = Tile(8, 128, 2, path="registers")
+    assert registers_of_thread(forward(2040), device, tile) == 56
+    assert blocks_that_fit(forward(2040), device, tile) == 9
+    # No more than 32 blocks, although 40 would have registers.
+    assert blocks_that_fit(forward(248), device, Tile(8, 32, 1, path="registers")) == 32
+    few = replace(device, threads_per_sm=1024)
+    assert blocks_that_fit(forward(2040), few, tile) == 8
+
+
+PATHS = {
+    "forward": (forward, Tile(8, 128, 1, path="registers")),
+    "forward of float32": (
+        lambda num_cols: forward(num_cols, "float32"),
+        Tile(4, 128, 1, path="registers"),
+    ),
+    "forward of single elements": (forward, Tile(1, 128, 1, path="registers")),
+    "forward to 8 bits": (
+        lambda num_cols: forward(num_cols, **QUANTIZED),
+        Tile(8, 128, 1, path="registers"),
+    ),
+    "backward": (backward, Tile(4, 128, 1, path="registers")),
+    "ring": (forward, Tile(8, 128, 1, stages=2, path="ring")),
+    "backward ring": (backward, Tile(4, 128, 1, stages=2, path="ring")),
+    "bundle": (forward, Tile(1, 32, 1, 4, stages=2, bundle=4, path="bundle")),
+    "backward bundle": (backward, Tile(1, 32, 1, 4, stages=2, bundle=4, path="bundle")),
+}
+
+
+@pytest.mark.parametrize("device", [H200, A100, RTX_5090], ids=lambda device: device.name)
+@pytest.mark.parametrize("path", PATHS)
+def test_more_packs_need_more_registers_and_leave_fewer_blocks(path, device):
+    problem_of, tile = PATHS[path]
+    needed, blocks = [], []
+    for packs in range(2, 26, 2):
+        longer = replace(tile, packs_per_thread=packs)
+        problem = problem_of(longer.cols - tile.pack_size // 2)
+        needed.append(registers_of_thread(problem, device, longer))
+        blocks.append(blocks_that_fit(problem, device, longer))
+    assert needed == sorted(needed) and needed[-1] > needed[0]
+    assert blocks == sorted(blocks, reverse=True)
+    # A register holds at most two elements.
+    assert needed[-1] >= 24 * tile.pack_size / 2
+
+
+def test_shared_memory_that_fits():
+    """One KiB of every block is the driver's; the limit of a block does not include it."""
+    device = replace(H200, smem_per_block=100_000, smem_per_sm=202_048)
+    assert RESERVED_BYTES == 1024
+    assert fits_smem(device, 100_000, 2)
+    assert not fits_smem(device, 100_001, 1)
+    assert not fits_smem(replace(device, smem_per_sm=202_047), 100_000, 2)
+    assert fits_smem(device, 0, 197) and not fits_smem(device, 0, 198)
+
+
+@pytest.mark.parametrize(
+    ("num_cols", "pack_size", "threads", "cluster_size", "packs", "exact"),
+    [
+        (1024, 8, 128, 1, 1, 1),
+        (1032, 8, 128, 1, 2, 0),
+        (1, 1, 32, 1, 1, 0),
+        (2048, 8, 32, 2, 4, 1),
+        # Slices are of 8 packs, 64 columns: 2112 columns give 1088 and 1024 to two blocks.
+        (2112, 8, 32, 2, 5, 0),
+        (2112, 8, 34, 2, 4, 0),
+        (0, 8, 32, 1, 1, 0),
+    ],
+)
+def test_shaped(num_cols, pack_size, threads, cluster_size, packs, exact):
+    tile = shaped(forward(num_cols), pack_size, threads, cluster_size)
+    assert tile == Tile(pack_size, threads, packs, cluster_size=cluster_size, exact=exact)
+    ring = shaped(forward(1024), 8, 64, path="ring", stages=3, rows_per_block=2)
+    assert ring == Tile(8, 64, 2, 2, exact=1, stages=3) and ring.path == "ring"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_chosen_tiles_of_random_widths_fit(name):
+    """The model's tile of 50 widths: its registers and shared memory hold all its blocks."""
+    device, generator = without_file(name), random.Random(name)
+    to_8_bits = [{"y": "float8_e4m3fn", "scaling": scaling} for scaling in SCALINGS]
+    for at in range(50):
+        step, direction = generator.choice((1, 2, 4, 8, 64)), ("forward", "backward")[at % 2]
+        num_cols = max(step, int(2 ** generator.uniform(2, 18)) // step * step)
+        changes = generator.choice([{}, {"weight": "float32"}, {"dsum": "bfloat16"}])
+        if direction == "forward":
+            changes = generator.choice([{}, {"residual": True}, *to_8_bits])
+        problem = problem_of(num_cols, "bfloat16", direction, **changes)
+        choice = choose(problem, device)
+        tile = choice.tile
+        check_tile(problem, choice.strategy, tile, device)
+        if tile.path in ("registers", "ring", "bundle"):
+            registers = registers_of_thread(problem, device, tile)
+            warps = tile.blocks_per_sm * tile.block_size // 32
+            assert warps <= warps_that_fit(device, registers), (problem, tile)
+        if tile.path in ("ring", "bundle"):
+            blocks = min(tile.blocks_per_sm, choice.resident)
+            assert blocks == tile.blocks_per_sm, (problem, tile)
+            assert fits_smem(device, choice.smem_bytes, tile.blocks_per_sm), (problem, tile)

@@ -1,0 +1,287 @@
+"""every_kernel.py, which runs under compute-sanitizer: it covers all kernels and finds errors."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from every_kernel import steps
+from every_matrix import (
+    STEPS,
+    judge_matrix,
+    judge_reduction,
+    judge_scales,
+    matrices,
+    reductions,
+    run_matrix,
+    run_reduction,
+    run_scales,
+)
+from every_product import judge_product, products, run_product
+from every_quantized import (
+    E4M3,
+    few_multiprocessors,
+    long_quantized,
+    quantized_cases,
+    run_quantized,
+)
+from quantized_calls import How, judge_bytes, judge_values, run_8_bits
+from repository_files import KERNELS
+
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.grids import reduce_matrix_launch
+from cupynorm.dispatch.problem import SCALINGS
+from cupynorm.dispatch.strategies import STRATEGIES
+from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.kernels import CpuMachine
+
+
+class Recorder(CpuMachine):
+    """Records launches that are planned for an H200, and runs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = DEVICES["H200"]
+        self.reached: set[tuple[str, str]] = set()
+        self.functors: set[tuple[str, str]] = set()
+        self.scalings: set[tuple[str, str, str, str]] = set()
+        self.sources: set[tuple[str, int]] = set()
+        self.reductions: set[tuple[str, str, int]] = set()
+
+    def launch(self, launch, words) -> None:
+        tile = launch.tile
+        place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
+        if tile.bundle:
+            place = f"bundles, {tile.threads_per_row} lanes a row"
+        elif tile.stages:
+            dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
+            place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
+        self.reached.add((launch.kernel.source, place))
+        functors = re.findall(r"\w*(?:Load\w*|Stores?)(?=<)", launch.kernel.name_expression)
+        self.functors |= {(launch.kernel.source, functor) for functor in functors}
+        for scaling, step in re.findall(
+            r"Scaling::(\w+), Step::(\w+)", launch.kernel.name_expression
+        ):
+            self.scalings.add((launch.kernel.source, place, scaling, step))
+        for source in re.findall(r"^quantize<(\w+)", launch.kernel.name_expression):
+            self.sources.add((source, tile.pack_size))
+        for dtype, sums_up in re.findall(
+            r"^reduce_matrix<(\w+), (\w+)", launch.kernel.name_expression
+        ):
+            self.reductions.add((dtype, sums_up, tile.pack_size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_cols", [128, 256, 640])
+def test_no_block_of_a_scale_is_split_within_a_cluster(num_cols):
+    """A float64 row whose slices are whole and end inside a block of 128 columns."""
+    case = Case("rms_norm", 5, num_cols, "float64", strategy="cluster")
+    for seed in (1, 2, 3):  # the order of threads decides which of two scales is left
+        got, plain = run_quantized(case, How(E4M3, "block"), CpuMachine(seed=seed))
+        findings = judge_bytes(case, How(E4M3, "block"), got, plain)
+        assert len(findings) == 3 and all(found.ok for found in findings), findings
+
+
+@pytest.mark.slow
+def test_all_scalings_and_sources_of_8_bits_are_covered():
+    """Each scaling on each strategy, in one launch where possible and else in two."""
+    recorder = Recorder()
+    for case, quantization in quantized_cases():
+        run_quantized(case, quantization, recorder)
+    with few_multiprocessors(recorder):
+        for case, quantization in long_quantized():
+            run_quantized(case, quantization, recorder)
+    for matrix in matrices():
+        run_matrix(matrix, recorder)
+    at_once, twice = {"all"}, {"amax", "write"}
+    for name in STRATEGIES:
+        found = {key: set() for key in SCALINGS}
+        for source, _, scaling, step in recorder.scalings:
+            if source == f"forward_{name}.cu":
+                found[scaling].add(step)
+        # The lanes of a warp compute the scales of blocks in one launch. It takes two for rows in
+        # shared memory, rows that are read again, and slices that end inside a block.
+        blocks = {"warp": at_once, "uncached": twice}.get(name, at_once | twice)
+        given = at_once | {"write"}  # without an amax to record
+        assert found.pop("block64") == blocks
+        assert found == {"given": given, "tensor": twice, "row": at_once, "block": blocks}
+        functors = {
+            functor for source, functor in recorder.functors if source == f"forward_{name}.cu"
+        }
+        assert functors >= {"Load", "ResidualLoad", "SumLoad"}
+    for name, num_blocks in (("block", 1), ("cluster", 2)):
+        places = {
+            (place, scaling)
+            for source, place, scaling, _ in recorder.scalings
+            if source == f"forward_{name}.cu"
+        }
+        assert places >= {
+            (f"ring of __nv_bfloat16, {num_blocks} blocks a row", each)
+            for each in ("given", "tensor")
+        }
+        assert places >= {("shared memory or nowhere", each) for each in SCALINGS}
+    assert {each.scaling for each in matrices()} == {"given", "tensor"}
+    packs = {
+        name: {pack for source, pack in recorder.sources if source == name}
+        for name, _ in recorder.sources
+    }
+    assert packs.keys() == {"ScaledSource", "NormalizedSource", "BytesSource"}
+    assert packs["ScaledSource"] == {1, 2, 4, 8} and packs["BytesSource"] == {1, 2, 4, 8, 16}
+    assert packs["NormalizedSource"] >= {1, 2, 8}
+    for norm in (None, "layer_norm", "rms_norm"):
+        extents = [
+            (each.num_rows % 16, each.num_cols % 128) for each in matrices() if each.norm == norm
+        ]
+        # Columns written by 16 bytes and by single bytes, and squares that are not full.
+        assert {rows == 0 for rows, _ in extents} == {True, False} and any(
+            rows and cols for rows, cols in extents
+        )
+
+
+def spoilt(got: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """The results with a bit of the last byte of one of them changed."""
+    got = {key: each.copy() for key, each in got.items()}
+    got[name].view(np.uint8).reshape(-1)[-1] ^= 8
+    return got
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_wrong_byte_of_8_bits_is_found(scaling):
+    is_given = scaling == "given"
+    case, quantization = next(
+        each
+        for each in quantized_cases()
+        if each[1][1] == scaling and bool(each[1].amax) == is_given
+    )
+    got, plain = run_quantized(case, quantization, CpuMachine())
+    findings = judge_bytes(case, quantization, got, plain)
+    names = [found.tensor for found in findings]
+    assert names == ["y", "scale_inv", "mean", "rstd"] + ["amax"] * is_given
+    assert all(found.ok for found in findings)
+    problem = random_problem(case)
+    roughly = judge_values(problem, quantization, got)
+    assert {found.tensor for found in roughly} == set(names) and all(found.ok for found in roughly)
+    for name in names:
+        off = [
+            found
+            for found in judge_bytes(case, quantization, spoilt(got, name), plain)
+            if not found.ok
+        ]
+        assert [(found.tensor, found.num_off, found.error) for found in off] == [
+            (name, 1, float("inf"))
+        ]
+        assert off[0].where == tuple(extent - 1 for extent in got[name].shape)
+        off = [
+            found
+            for found in judge_values(problem, quantization, spoilt(got, name))
+            if not found.ok
+        ]
+        assert name in [found.tensor for found in off]
+
+
+@pytest.mark.parametrize("how", [How("float8_e5m2", "row"), How(E4M3, "block"), How(E4M3, "given")])
+def test_what_is_next_to_a_right_byte_is_wrong(how):
+    """NaN is right where float64 has it, and the largest number where a given scale makes it too
+    large."""
+    problem = random_problem(Case("rms_norm", 4, 96, "float32"))
+    problem.weight[3:6] *= 512.0
+    problem.x[1, 7], problem.x[2, 5] = np.nan, np.inf
+    problem.x[3] *= 2.0**-30  # its mean square is far below eps
+    got, _ = run_8_bits(problem, how, CpuMachine())
+    (y,) = [found for found in judge_values(problem, how, got) if found.tensor == "y"]
+    assert y.ok
+    for step in (-1, 1):
+        off = got | {"y": (got["y"].view(np.int8) + step).view(np.uint8)}
+        (y,) = [found for found in judge_values(problem, how, off) if found.tensor == "y"]
+        # Beside a NaN may be another. A row has one, and so has the element of infinity.
+        assert y.num_off > 0.98 * (got["y"].size - 97)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        matrices()[4],
+        matrices()[-4],
+        matrices()[-1],
+        *(each for each in matrices() if each.scaling == "tensor" or each.x == each.y),
+    ],
+    ids=str,
+)
+def test_a_wrong_byte_of_a_matrix_is_found(matrix):
+    got, given = run_matrix(matrix, CpuMachine())
+    findings = judge_matrix(matrix, got, given)
+    assert findings and all(found.ok for found in findings)
+    for name in got:
+        if name != "amax" or not matrix.norm:
+            assert not all(found.ok for found in judge_matrix(matrix, spoilt(got, name), given)), (
+                name
+            )
+
+
+def test_all_kinds_of_reductions_are_covered():
+    """Each dtype with and without sums, each pack size, and one or several slabs."""
+    recorder = Recorder()
+    for reduction in reductions():
+        run_reduction(reduction, recorder)
+    assert {(dtype, sums_up) for dtype, sums_up, _ in recorder.reductions} == {
+        (dtype, sums_up)
+        for dtype in ("__nv_bfloat16", "__half", "float", "double")
+        for sums_up in ("true", "false")
+    }
+    assert {pack for _, _, pack in recorder.reductions} == {1, 2, 4, 8}
+    slabs = [
+        (reduction, *reduce_matrix_launch(DEVICES["H200"], *reduction[:3], 8, "float32")[1:])
+        for reduction in reductions()
+    ]
+    counts = {num_slabs for _, num_slabs, _ in slabs}
+    assert 1 in counts and max(counts) > 2
+    assert any(reduction.num_rows % rows_of_slab for reduction, _, rows_of_slab in slabs)
+
+
+@pytest.mark.parametrize("reduction", reductions(), ids=str)
+def test_a_wrong_reduction_is_found(reduction):
+    got, given = run_reduction(reduction, CpuMachine())
+    assert all(found.ok for found in judge_reduction(reduction, got, given))
+    for name in got:
+        off = {name: np.full_like(got[name], 3e4)}
+        assert not all(found.ok for found in judge_reduction(reduction, off, given))
+
+
+@pytest.mark.parametrize("num_steps", STEPS)
+def test_a_wrong_scale_is_found(num_steps):
+    got, given = run_scales(num_steps, CpuMachine())
+    assert all(found.ok for found in judge_scales(got, given))
+    assert (got["scale"] != given["scale"]).sum() >= 2 and (
+        got["scale"] == given["scale"]
+    ).sum() >= 2
+    for name in got:
+        assert not all(found.ok for found in judge_scales(spoilt(got, name), given)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folded", "few", "few, residual"])
+def test_a_wrong_product_is_found(kind):
+    product = next(each for each in products() if each.kind == kind)
+    problem, folded, found = run_product(product, CpuMachine())
+    assert all(each.ok for each in judge_product(product, problem, folded, found))
+    for name in found._fields:
+        off = found._replace(**{name: 0.5 * getattr(found, name)})
+        assert not all(each.ok for each in judge_product(product, problem, folded, off)), name
+
+
+@pytest.mark.slow
+def test_every_source_is_run():
+    """Those of functors are a user's own."""
+
+    class Both(Recorder):
+        def launch(self, launch, words) -> None:
+            super().launch(launch, words)
+            CpuMachine.launch(self, launch, words)
+
+    recorder, both = Recorder(), Both()
+    for step in steps():
+        compares = any(each in step.name for each in ("_run_shared", "few, res"))
+        step.run(both if compares else recorder)  # compares: with what was computed
+    reached = {source for source, _ in recorder.reached | both.reached}
+    assert reached == {path.name for path in KERNELS} - {"apply_functor.cu"}
