@@ -6,9 +6,7 @@ The import loads neither torch nor CuPy and creates no CUDA context. Names load 
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.

@@ -81,8 +81,8 @@ def layer_norm_linear(
         as exact, and keeps no memory for it: cupynorm.dispatch.product_plan.choose says why or why
         not. "plain" takes a norm and a product after it. "kernel" names the kernel, in 16 bits on a
         GPU of compute capability 9.0. The normalised tensor then never exists. Its limits:
-        cupynorm.dispatch.product_plan.why_not; for few rows, why_not_few. Other calls take the plain
-        path. Numerics: cupynorm.linear.one_kernel.
+        cupynorm.dispatch.product_plan.why_not; for few rows, why_not_few. Other calls take the
+        plain path. Numerics: cupynorm.linear.one_kernel.
 
     Returns y of shape (..., out_features), of input's dtype, or (y, normalized, sum) with those
     that were requested. It is differentiable in every tensor, any number of times. Under

@@ -183,7 +183,7 @@ def _margin(value: object) -> int:
 class Quantization(NamedTuple):
     """How y becomes 8 bits: cupynorm.Quantize without its arrays.
 
-    scaling: one of cupynorm.dispatch.problem.SCALINGS. smallest_amax: a smaller amax counts as this.
+    scaling: one of dispatch.problem.SCALINGS. smallest_amax: a smaller amax counts as this.
     divides: the scale among the operands is a scale_inv.
     """
 
