@@ -27,7 +27,6 @@ from cupynorm.gpu import nvrtc
 FILE = Path(__file__).parents[1] / "data" / "frozen_kernels.csv"
 GPUS = {80: "A100", 90: "H200", 100: "B200"}
 NUM_ROWS = (16, 4096)
-BATCH = 12
 
 
 class Figures(NamedTuple):
@@ -68,27 +67,12 @@ def kernels(compute_capability: int) -> dict[str, Kernel]:
 
 
 def figures(batch: list[Kernel], compute_capability: int) -> list[Figures]:
-    """Of kernels of one source, which are compiled together."""
-    from cupy.cuda import get_cuda_path
-    from cupy_backends.cuda.libs import nvrtc as library
-
-    flags = [*nvrtc.options(), "-ftz=true", f"-arch=sm_{compute_capability}", "-Xptxas=-v"]
-    flags += ["-no-cache"] if nvrtc.version() >= (12, 9) else []
-    program = library.createProgram(nvrtc.source(batch[0]), "instances.cu", (), ())
-    try:
-        for kernel in batch:
-            library.addNameExpression(program, kernel.name_expression)
-        library.compileProgram(program, [*flags, *nvrtc._include_options(get_cuda_path())])
-        counts = instructions_by_name(library.getCUBIN(program))
-        reports = library.getProgramLog(program).split("Compiling entry function '")[1:]
-        used = {each.partition("'")[0]: nvrtc._resources(each) for each in reports}
-        names = [library.getLoweredName(program, kernel.name_expression) for kernel in batch]
-        return [
-            Figures(used[name].registers, used[name].spill_store_bytes, counts[name])
-            for name in names
-        ]
-    finally:
-        library.destroyProgram(program)
+    cubin, found = grid.compiled(batch, compute_capability)
+    counts = instructions_by_name(cubin)
+    return [
+        Figures(used.registers, used.spill_store_bytes, counts[name])
+        for name, used in found.values()
+    ]
 
 
 def instructions_by_name(cubin: bytes) -> dict[str, int]:
@@ -112,15 +96,9 @@ def instructions_by_name(cubin: bytes) -> dict[str, int]:
 
 
 def batches(named: dict[str, Kernel]) -> list[dict[str, Kernel]]:
-    """Kernels of one source text each, at most BATCH together."""
-    by_source: dict[str, list[str]] = {}
-    for name, kernel in named.items():
-        by_source.setdefault(nvrtc.source(kernel), []).append(name)
-    return [
-        {name: named[name] for name in names[at : at + BATCH]}
-        for names in by_source.values()
-        for at in range(0, len(names), BATCH)
-    ]
+    """Those that are compiled together, by name."""
+    name_of = {kernel: name for name, kernel in named.items()}
+    return [{name_of[each]: each for each in batch} for batch in grid.batches(name_of)]
 
 
 def _rows(work: tuple[dict[str, Kernel], int]) -> list[tuple]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -33,12 +34,15 @@ from cupynorm.dispatch.product_plan import (
     product_launch,
 )
 from cupynorm.dtypes import DTYPES, FLOAT8S
+from cupynorm.gpu import nvrtc
+from cupynorm.gpu.nvrtc import Resources
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
 HAS_TIME = os.cpu_count() >= 8
 # sm_80 and sm_90 stand for GPUs without and with clusters: they get all of the grid.
 FULL = (80, 90) if HAS_TIME else ()
 E4M3, E5M2 = FLOAT8S
+BATCH = 12
 
 # A problem is a dict: arguments of plan() or, if it has an "x", fields of a Problem.
 
@@ -332,3 +336,37 @@ def tightest(launches: dict[Kernel, Launch]) -> list[Kernel]:
         return tile.elements * tile.block_size * tile.blocks_per_sm
 
     return [max(kernels, key=load) for kernels in groups.values()]
+
+
+def batches(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
+    """Kernels of one source text each, few enough to be compiled together."""
+    of_source: dict[str, list[Kernel]] = {}
+    for kernel in kernels:
+        of_source.setdefault(nvrtc.source(kernel), []).append(kernel)
+    steps = [(each, at) for each in of_source.values() for at in range(0, len(each), BATCH)]
+    return [each[at : at + BATCH] for each, at in steps]
+
+
+def compiled(
+    batch: list[Kernel], compute_capability: int
+) -> tuple[bytes, dict[Kernel, tuple[str, Resources]]]:
+    """The cubin of a batch, and of each kernel its name there and what ptxas reports."""
+    from cupy.cuda import get_cuda_path
+    from cupy_backends.cuda.libs import nvrtc as library
+
+    architecture = batch[0].architecture or f"sm_{compute_capability}"
+    flags = [*nvrtc.options(), "-ftz=true", f"-arch={architecture}", "-Xptxas=-v"]
+    flags += ["-no-cache"] if nvrtc.version() >= (12, 9) else []
+    program = library.createProgram(nvrtc.source(batch[0]), "instances.cu", (), ())
+    try:
+        for kernel in batch:
+            library.addNameExpression(program, kernel.name_expression)
+        library.compileProgram(program, [*flags, *nvrtc._include_options(get_cuda_path())])
+        cubin = library.getCUBIN(program)
+        reports = library.getProgramLog(program).split("Compiling entry function '")[1:]
+        used = {each.partition("'")[0]: nvrtc._resources(each) for each in reports}
+        assert len(reports) == len(batch) and cubin[:4] == b"\x7fELF"
+        names = [library.getLoweredName(program, kernel.name_expression) for kernel in batch]
+        return cubin, {kernel: (name, used[name]) for kernel, name in zip(batch, names)}
+    finally:
+        library.destroyProgram(program)
