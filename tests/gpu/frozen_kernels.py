@@ -37,17 +37,18 @@ class Figures(NamedTuple):
 
 def problems(compute_capability: int) -> Iterator[tuple[dict, int]]:
     """Pairs of a problem and a width."""
+    step = 1 if compute_capability == 90 else 2
     some = [
-        (grid.PROBLEMS, grid.WIDTHS if compute_capability == 90 else grid.FEWER_WIDTHS),
-        (grid.FUSED_PROBLEMS, grid.FUSED_WIDTHS),
-        (grid.QUANTIZED_PROBLEMS, grid.FEWER_QUANTIZED_WIDTHS),
+        (grid.PROBLEMS, grid.FEWER_WIDTHS[::step]),
+        (grid.FUSED_PROBLEMS, grid.FEWER_FUSED_WIDTHS[::step]),
+        (grid.QUANTIZED_PROBLEMS, grid.FEWER_QUANTIZED_WIDTHS[1::step]),
     ]
     if compute_capability == 90:
         some += [
-            (grid.RING_PROBLEMS, grid.RING_WIDTHS),
-            (grid.BUNDLE_PROBLEMS, grid.BUNDLE_WIDTHS[::2]),
+            (grid.RING_PROBLEMS, grid.FEWER_RING_WIDTHS),
+            (grid.BUNDLE_PROBLEMS, grid.BUNDLE_WIDTHS[::4]),
         ]
-        yield from grid.problems_of_rows()[::6]
+        yield from grid.problems_of_rows()[::8]
     for pairs in some:
         yield from itertools.product(*pairs)
 
