@@ -37,18 +37,17 @@ class Figures(NamedTuple):
 
 def problems(compute_capability: int) -> Iterator[tuple[dict, int]]:
     """Pairs of a problem and a width."""
-    step = 1 if compute_capability == 90 else 2
     some = [
-        (grid.PROBLEMS, grid.FEWER_WIDTHS[::step]),
-        (grid.FUSED_PROBLEMS, grid.FEWER_FUSED_WIDTHS[::step]),
-        (grid.QUANTIZED_PROBLEMS, grid.FEWER_QUANTIZED_WIDTHS[1::step]),
+        (grid.PROBLEMS, grid.FEWER_WIDTHS[1::3]),
+        (grid.FUSED_PROBLEMS, grid.FEWER_FUSED_WIDTHS[:1]),
+        (grid.QUANTIZED_PROBLEMS, grid.FEWER_QUANTIZED_WIDTHS[1:2]),
     ]
     if compute_capability == 90:
         some += [
-            (grid.RING_PROBLEMS, grid.FEWER_RING_WIDTHS),
+            (grid.RING_PROBLEMS, grid.FEWER_RING_WIDTHS[::2]),
             (grid.BUNDLE_PROBLEMS, grid.BUNDLE_WIDTHS[::4]),
         ]
-        yield from grid.problems_of_rows()[::8]
+        yield from grid.problems_of_rows()[::16]
     for pairs in some:
         yield from itertools.product(*pairs)
 
