@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.dispatch import measured, plans
+from cupynorm import plans
+from cupynorm.dispatch import measured
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.measured import (
@@ -23,10 +24,10 @@ from cupynorm.dispatch.measured import (
     tile_of,
     write_rows,
 )
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import PATHS_OF_STRATEGY, Layout, Problem, Tile
 from cupynorm.gpu import on_cpu
 from cupynorm.norm import prepared
+from cupynorm.plans import plan
 from cupynorm.verify.cases import Case, random_problem
 from cupynorm.verify.kernels import CpuMachine
 from cupynorm.verify.results import judge_all

@@ -23,9 +23,9 @@ import kernel_grid as grid
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import make_plan
 from cupynorm.dispatch.instances import Kernel
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.gpu import nvrtc
+from cupynorm.plans import plan
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_kernels.csv"
 GPUS = {80: "A100", 90: "H200", 100: "B200"}
