@@ -209,9 +209,7 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
     return report
 
 
-def _norms_in(
-    model: torch.nn.Module,
-) -> list[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
+def _norms_in(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
     """(dotted name, parent, name in it, module) of all that looks like a norm.
 
     A shared module comes once for each of its places.

@@ -231,10 +231,7 @@ def test_tensors_without_memory_are_refused_before_scales_move(of_four_steps):
     assert all(torch.equal(*pair) for pair in zip(scales_of(module), values))
 
 
-REFUSED = (
-    {"residual": torch.ones(5, 100)},
-    {"fuse": cupynorm.functors.row_scale(torch.ones(4))},
-)
+REFUSED = ({"residual": torch.ones(5, 100)}, {"fuse": cupynorm.functors.row_scale(torch.ones(4))})
 
 
 @pytest.mark.parametrize("options", REFUSED, ids=lambda options: next(iter(options)))

@@ -257,10 +257,7 @@ def header(text: bytes, *numbers: float) -> torch.Tensor:
         (header(b'{"y": [1, -1]}'), ".*; expected the names of scales and their extents"),
         (header(b'{"y": 3}'), ".*; expected the names of scales and their extents"),
         (header(b"{}"), "has 0 bytes of numbers; expected some"),
-        (
-            header(b'{"y": [1, 1]}', np.nan, 0),
-            r"has the scales \[nan\]; expected finite",
-        ),
+        (header(b'{"y": [1, 1]}', np.nan, 0), r"has the scales \[nan\]; expected finite"),
         (header(b'{"y": [1, 1]}', 0, 0), r"has the scales \[0.0\]; expected finite ones above 0"),
         (header(b'{"y": [1, 1]}', -np.inf, 0), r"has the scales \[-inf\]; expected finite"),
     ],

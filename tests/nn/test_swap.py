@@ -413,10 +413,7 @@ LEFT = {
     "limited y": (Odd(lambda own, x: own.norm(x).clamp(-6e4, 6e4)), "it limits its results"),
     "limited x": (Odd(lambda own, x: own.norm(x.clamp(-500, 500))), NEITHER),
     "eps outside": (Odd(lambda own, x: own.weight * x / (square(x).sqrt() + 1e-6)), NEITHER),
-    "num_cols - 1": (
-        Odd(lambda own, x: rms(own, x, square(x) * 4096 / 4095), 4096),
-        NEITHER,
-    ),
+    "num_cols - 1": (Odd(lambda own, x: rms(own, x, square(x) * 4096 / 4095), 4096), NEITHER),
     "another eps": (Odd(lambda own, x: rms(own, x, square(x) + 1e-5)), NEITHER),
     "no norm": (Odd(lambda own, x: own.weight * x), NEITHER),
     "a detached variance": (Odd(lambda own, x: rms(own, x, square(x.detach()))), OTHER_GRADIENTS),

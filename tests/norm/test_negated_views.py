@@ -14,10 +14,7 @@ torch = pytest.importorskip("torch")
 from fused_cases import random  # noqa: E402
 
 ROWS, COLS = 6, 40
-FORWARDS = {
-    "plain": {},
-    "residual": {"residual": (ROWS, COLS)},
-}
+FORWARDS = {"plain": {}, "residual": {"residual": (ROWS, COLS)}}
 
 
 def negated(tensor: torch.Tensor) -> torch.Tensor:
