@@ -260,22 +260,6 @@ def test_a_refused_call_changes_no_state(options):
         assert all(torch.equal(after[name], value) for name, value in state.items())
 
 
-@pytest.mark.parametrize("kind", ["RMSNorm", "Linear", "LayerNormLinear"])
-def test_a_sparse_input_changes_no_state(kind):
-    module = getattr(cupynorm, kind)(*((8,) if kind == "RMSNorm" else (8, 8)), device="cpu")
-    before, options = module.state_dict(), {"fp8_output": True} if kind == "RMSNorm" else {}
-    for x in (torch.ones(16, 8).to_sparse(), torch.ones(16, 8).to_mkldnn()):
-        with fp8_autocast(), pytest.raises(TypeError, match="expected a dense"):
-            module(x, **options)
-    with fp8_autocast(), pytest.raises(ValueError if kind != "RMSNorm" else TypeError):
-        module(torch.ones(16, 8), fp8_output=True, fuse=3) if kind == "RMSNorm" else module(
-            torch.ones(16, 8), fp8_output=True
-        )
-    after = module.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
 def test_a_history_of_another_length_is_loaded_in_inference_mode():
     modules = []
     for length in (3, 5):
