@@ -131,8 +131,8 @@ def test_a_matrix_by_the_scale_of_its_own_amax(dtype, largest, rule, anywhere):
         values, name, reference.scale_of(reference.amax(values), name, **options)
     )
     x = x.to(anywhere)
-    beside, sums = quantization.quantize_and_sum(x, recipes.E4M3, torch.float32, rule=rule)
-    for made in (quantization.quantize_current(x, recipes.E4M3, rule, transpose=True), beside):
+    beside, sums = quantization.quantize_and_sum(x, rule, recipes.E4M3, torch.float32)
+    for made in (quantization.quantize(x, rule, recipes.E4M3, transpose=True), beside):
         # The byte of a NaN is not compared, because its sign may differ.
         same = np.arange(values.size).reshape(values.shape) != (
             5 * 40 + 7 if np.isnan(largest) else -1
