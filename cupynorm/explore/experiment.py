@@ -29,9 +29,8 @@ from ..table import as_html, as_text
 from ..verify import kernels
 from ..verify.cases import NORMS, Case, Problem, random_problem
 from ..verify.check import check_seed
-from ..verify.kernels import Machine, uses_welford
+from ..verify.kernels import Machine, run_kernels, uses_welford
 from ..verify.results import CheckResult
-from ..verify.run import run_kernels
 from ..verify.traps import Trial, default_problem
 from .changes import Changes, changed_sources
 

@@ -42,9 +42,8 @@ from .check import (
 )
 from .check_function import without_exit
 from .diagnosis import UNKNOWN, Candidate, Diagnosis, Judged, best_of, described
-from .kernels import Machine, uses_welford
+from .kernels import Machine, Tensors, run_backward, run_forward, uses_welford
 from .results import CheckResult, Finding, dtype_of, judge
-from .run import Tensors, run_backward, run_forward
 
 Given = Functor | BoundFunctor
 KINDS = ("full", "cols", "rows", "one")

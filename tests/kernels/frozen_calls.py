@@ -27,8 +27,7 @@ from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors
 from cupynorm.norm.request import Launch, of_backward
 from cupynorm.verify.cases import Case, Problem
-from cupynorm.verify.kernels import CpuMachine
-from cupynorm.verify.run import Tensors, launch_kernels, run_backward, run_forward
+from cupynorm.verify.kernels import CpuMachine, Tensors, launch_kernels, run_backward, run_forward
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_bits.csv"
 NUM_FAMILIES, CALLS_OF_A_FAMILY = 100, 5  # calls of a family share most of their kernels

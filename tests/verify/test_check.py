@@ -12,9 +12,8 @@ from cupynorm.gpu import on_cpu
 from cupynorm.verify.bounds import expect, half_ulp
 from cupynorm.verify.cases import Case, random_problem
 from cupynorm.verify.check_function import Library
-from cupynorm.verify.kernels import CpuMachine
+from cupynorm.verify.kernels import CpuMachine, run_kernels
 from cupynorm.verify.results import CheckResult, errors_of, judge, judge_all
-from cupynorm.verify.run import run_kernels
 from cupynorm.verify.traps import default_trials, trap_trials
 
 torch = pytest.importorskip("torch")
