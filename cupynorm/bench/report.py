@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import statistics
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..table import as_html, as_markdown, as_text
+from ..table import as_markdown, as_text
 from .cells import COPY, GEMM, OURS, Cell, LinearCell
 
 README, CHART = Path("README.md"), Path("docs/speed.svg")
@@ -33,9 +32,9 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 class Measurement:
     """One cell.
 
-    samples: microseconds of each run, of "copy", "cupynorm", and each peer or tile in words that
-    ran. errors: the largest of the sampled elements of each library, in units of what is allowed.
-    faults: name -> sentence for a library that is off, or could not run.
+    samples: microseconds of each run, of "copy", "cupynorm", and each peer that ran. errors: the
+    largest of the sampled elements of each library, in units of what is allowed. faults: name ->
+    sentence for a library that is off, or could not run.
     """
 
     cell: Cell | LinearCell
@@ -118,7 +117,7 @@ class BenchResult:
 
     @property
     def libraries(self) -> list[str]:
-        """cupynorm first, then the peers and tiles that ran in any cell."""
+        """cupynorm first, then the peers that ran in any cell."""
         names = [name for measured in self.measurements for name in measured.samples]
         return [OURS, *dict.fromkeys(name for name in names if name not in (COPY, OURS))]
 
@@ -130,13 +129,11 @@ class BenchResult:
         return tables
 
     def _rows(self, measurements: Sequence[Measurement]) -> list[list[str]]:
-        """The table of one kind. A tile in words has a colon, and is too long for a heading."""
+        """The table of one kind."""
         names = [name for name in self.libraries if any(name in m.samples for m in measurements)]
-        tiles = [name for name in names if ":" in name]
         rows = [["rows x cols", "strategy", "copy us"]]
         for name in names:
-            title = f"tile {tiles.index(name) + 1}" if name in tiles else name
-            rows[0] += [f"{title} us", "share"] + ["spread", "error"] * (name == OURS)
+            rows[0] += [f"{name} us", "share"] + ["spread", "error"] * (name == OURS)
         for each in measurements:
             row = [each.cell.shape, each.strategy, f"{each.median(COPY):.1f}"]
             for name in names:
@@ -155,8 +152,6 @@ class BenchResult:
         lines += ["share: of the speed of the copy; error: in units of what is allowed"]
         if any(isinstance(each.cell, LinearCell) for each in self.measurements):
             lines[-1] = "share: of the product alone and a copy of the norm's bytes at 0.97"
-        tiles = [name for name in self.libraries if ":" in name]
-        lines += [f"tile {at}: {name}" for at, name in enumerate(tiles, 1)]
         # One line for all cells of a kind with the same sentence.
         shapes: dict[tuple[str, str], list[str]] = {}
         for each in self.measurements:
@@ -176,12 +171,6 @@ class BenchResult:
         return "\n\n".join([*parts, "\n".join(self._notes())])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(self.headline())}</p>"]
-        for title, each in self.tables().items():
-            parts.append(f"<p>{html.escape(title)}</p>{as_html(self._rows(each))}")
-        return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in self._notes())])
 
     def headline(self) -> str:
         """GPU, versions and date in one line."""
@@ -279,7 +268,7 @@ def _shares(measurements: Sequence[Measurement]) -> list[str]:
         row = [f"{num_cols:,}", *[f"{num_rows:,}"] * with_rows]
         for each in (found.get(direction) for direction in directions):
             right = each.right if each else []
-            others = [name for name in right if name not in (OURS, "torch") and ":" not in name]
+            others = [name for name in right if name not in (OURS, "torch")]
             for name in (OURS, "torch", *(others[:1] or ["-"])):
                 text = f"{each.share(name):.2f}" if name in right else "-"
                 text = f"**{text}**" if each and name in each.fastest else text
