@@ -139,9 +139,10 @@ def _arrays(path: Path) -> dict[str, Any]:
                 raise ValueError("a member is no array as numpy.save writes it")
             return made
     except ImportError as error:
+        name = (error.name or "").partition(".")[0]
         raise MissingLibraryError(
-            f"{printable(path)} is read by {error.name}, which could not be imported ({error}): "
-            f"pip install {error.name}"
+            f"{printable(path)} is read by {name}, which could not be imported ({error}): "
+            f"pip install {name}"
         ) from error
     except Exception as error:  # zlib, zipfile, safetensors and torch have errors of their own
         # torch's later lines tell how to unpickle, which is unsafe.

@@ -468,19 +468,11 @@ class Callables:
 
 
 def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
-    """What a function returned, by name: one array, a sequence, or fields of these names."""
+    """What a function returned, by name: one array, or a sequence."""
     first = names[0]
     expected = f"expected {first}, or ({', '.join(names)})"
     if returned is None:
         raise ValueError(f"{label} returned None; {expected}")
-    if hasattr(returned, "_asdict"):
-        returned = returned._asdict()
-    if isinstance(returned, dict):
-        by_name = {name: returned[name] for name in names if returned.get(name) is not None}
-        if not by_name:
-            fields = printable(", ".join(map(str, returned)))
-            raise ValueError(f"{label} returned fields {fields}; {expected}")
-        return by_name
     if not isinstance(returned, (tuple, list)):
         return {first: returned}
     values = list(returned)

@@ -151,7 +151,7 @@ def test_layouts_have_the_values_and_strides_that_they_name(library, layout):
         ((lambda x: None, None), r"forward returned None; expected y, or \(y, mean, rstd\)"),
         ((lambda x: "y", None), "forward returned no array: y is a str; expected a CuPy"),
         ((lambda x: (x, x), None), r"forward returned 2 values; expected y, or \(y, mean"),
-        ((lambda x: {"out": x}, None), "forward returned fields out; expected y"),
+        ((lambda x: {"out": x}, None), "forward returned no array: y is a dict; expected a CuPy"),
         ((lambda x: x[:, :5], None), r"forward returned y of shape \(16, 5\) for x of shape"),
         ((lambda x: x.T, None), "forward returned y of shape .* it is transposed"),
         ((None, lambda dy: None), r"backward returned None; expected dx, or \(dx, dweight"),
