@@ -148,13 +148,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
         print(f"\n{arguments.guard}, and now:\n{text}")
         return 0 if after and ok else 1
     if arguments.readme:
-        try:
-            from .chart import chart
-        except ImportError as error:
-            raise MissingLibraryError(f"a chart needs matplotlib ({error})") from error
         result = report.read(arguments.readme)
         report.rewrite_table(report.README, result.markdown())
-        chart(result, report.CHART)
+        try:
+            report.chart(result, report.CHART)
+        except ImportError as error:
+            raise MissingLibraryError(f"a chart needs matplotlib ({error})") from error
         return 0
     is_quantized = arguments.out_dtype in EIGHT_BITS
     directions = arguments.direction or DIRECTIONS[: 1 if is_quantized else 2]

@@ -473,6 +473,9 @@ def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
     expected = f"expected {first}, or ({', '.join(names)})"
     if returned is None:
         raise ValueError(f"{label} returned None; {expected}")
+    if hasattr(returned, "_asdict"):  # of fields with these names and others
+        fields = returned._asdict()
+        return {name: fields[name] for name in names if fields.get(name) is not None}
     if not isinstance(returned, (tuple, list)):
         return {first: returned}
     values = list(returned)

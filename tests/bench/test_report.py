@@ -148,7 +148,7 @@ def test_the_chart_says_which_line_is_ours(tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from cupynorm.bench.chart import chart, draw_speeds
+    from cupynorm.bench.report import chart, draw_speeds
 
     odd = {"copy": [1.0], "cupynorm": [2.0]}
     cells = [measurement(64), measurement(127, **odd), measurement(128), measurement(255, **odd)]

@@ -22,7 +22,7 @@ from wrong_norms import (
 )
 
 import cupynorm
-from cupynorm.explore.changes import changed_sources
+from cupynorm.explore.experiment import changed_sources
 from cupynorm.gpu import on_cpu
 from cupynorm.verify.cases import Case
 from cupynorm.verify.diagnosis import pattern_of
