@@ -321,7 +321,7 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
         rows = tensors.rows[f"{label}.{name}"]._replace(num_cols=shape[1], row_stride=stride)
         placed.append(PlacedArray(rows, 1, 2**62, num_cols == 1 < shape[1]))
     for name, seed in functor_problem.seeds.items():
-        tensors.put_seed(f"{label}.{name}", seed)
+        tensors.put(f"{label}.{name}", np.array([seed]), "int64")
     numbers = tuple(functor_problem.numbers.values())
     applied = PlacedFunctor(functor, numbers, tuple(placed), label)
     launch, is_load = Launch(case.strategy, case.tile, case.statistics), functor.role == "load"

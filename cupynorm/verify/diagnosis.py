@@ -2,13 +2,12 @@
 
 A mistake explains a tensor if its values, computed in float64, are within twice what is allowed for
 95% of all elements and 95% of those that are off; the rest must be near, too. Of several, the one
-with the smallest rest is taken. Four mistakes have no formula, because their errors are those of
+with the smallest rest is taken. Three mistakes have no formula, because their errors are those of
 roundings. Each has a bound, and what is beyond it is not explained:
 
     a rounded mean      rows of large mean are off by a shift of the size of its rounding error
     E[x^2] - E[x]^2     rows are off by a factor, and that of the variance is at most the rounding
                         error of mean^2
-    16-bit sums         dweight and dbias are off by at most the error of a 16-bit sum over rows
     narrow arithmetic   the errors have the size of the roundings of a narrower dtype
 """
 
@@ -143,7 +142,6 @@ def _cause(problem: Problem, judged: Judged) -> str:
         or unwritten
         or _nearly_right(judged)
         or _of_roundings(rows, judged, fitted)
-        or _of_16_bit_sums(rows, judged)
         or _narrow(judged)
     )
 
@@ -294,25 +292,6 @@ def _of_roundings(rows: Rows, judged: Judged, fitted: tuple[np.ndarray, np.ndarr
     explained = np.where(np.isfinite(implied), np.abs(implied - spread), spread) <= rounding
     explained &= mean**2 > 100 * spread  # it is small in other rows
     return _ONE_PASS if explained[off].mean() >= _SHARE else ""
-
-
-def _of_16_bit_sums(rows: Rows, judged: Judged) -> str:
-    """dweight or dbias with the error of a sum over rows that is rounded to 16 bits on its way."""
-    if judged.tensor not in ("dweight", "dbias"):
-        return ""
-    terms = rows.dy * (rows.x_hat if judged.tensor == "dweight" else 1.0)
-    error = np.abs(judged.got - judged.expected)
-    partial = np.abs(np.cumsum(terms, axis=0))
-    for dtype in ("float16", "bfloat16"):
-        u = DTYPES[dtype].half_ulp
-        if DTYPES[dtype].digits > DTYPES[judged.dtype].digits or not np.isfinite(error).all():
-            continue
-        # Each addition rounds a partial sum; in another order they are of about the same size.
-        most = 6 * u * (np.sqrt((partial**2).sum(axis=0)) + np.abs(terms).max(axis=0))
-        typical = u * np.sqrt((terms**2).sum(axis=0))
-        if (error <= most).all() and np.median((error / typical)[judged.off]) > 0.25:
-            return f"it has the errors of sums over rows in {dtype}: accumulate it in float32"
-    return ""
 
 
 def _narrow(judged: Judged) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +156,6 @@ def machine(on: str | None = None, seed: int = 0) -> Machine:
 
 def uses_welford(case: Case, device: Device) -> bool:
     """Whether forward uses Welford's algorithm for the statistics, the default of `uncached`."""
-    return _uses_welford(replace(case, num_rows=1, sm_margin=0, eps=0.0), device)
-
-
-@lru_cache(maxsize=1024)
-def _uses_welford(case: Case, device: Device) -> bool:
     own_sum = {}
     if case.has_own_sum:
         own_sum = {"input": case.x, "residual_dtype": case.added}
@@ -200,9 +194,10 @@ class Tensors:
         self.rows[name] = Rows(pointer, num_rows, shape[-1], shape[-1], dtype)
 
     def put(self, name: str, values: np.ndarray | None, dtype: str | None) -> None:
-        """An input, if it is there."""
+        """An input, if it is there. An int64 is a seed."""
         if values is not None and dtype is not None:
-            self._add(name, self.where.put(encode(values, dtype)), values.shape, dtype)
+            values = values if dtype == "int64" else encode(values, dtype)
+            self._add(name, self.where.put(values), values.shape, dtype)
 
     def make(self, name: str, shape: tuple[int, ...], dtype: str, is_result: bool = True) -> None:
         """An output. is_result: whether results() has it."""
@@ -216,9 +211,6 @@ class Tensors:
         made = self.where.put(initial.copy())
         self._add(name, made, initial.shape, initial.dtype.name)
         self._outputs[name] = (made[0], initial.dtype.name)
-
-    def put_seed(self, name: str, seed: int) -> None:
-        self._add(name, self.where.put(np.array([seed])), (1,), "int64")
 
     def some(self, *names: str, **renamed: str) -> dict[str, Rows]:
         """Those that are there. renamed: a kernel's name for a tensor -> its name here."""

@@ -165,7 +165,7 @@ def scaled_results(problem: Problem, call: dict, scale: np.ndarray | None, where
         array = PlacedArray(rows, 1, 2**62, per_row=True)
         placed.append(PlacedFunctor(functors.row_scale, (), (array,), "row_scale"))
     drop = functors.dropout(call["dropout_p"], call["seed"])
-    tensors.put_seed("dropout.seed", *drop.seeds)
+    tensors.put("dropout.seed", np.array(drop.seeds), "int64")
     placed.append(PlacedFunctor(drop.functor, drop.numbers, (), "dropout"))
     launch = Launch(case.strategy, None, case.statistics, case.sm_margin)
     run_forward(problem, tensors, launch, functors=PlacedFunctors(tuple(placed)))
