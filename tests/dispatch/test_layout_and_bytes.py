@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from plan_problems import pack_limit
 
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import Layout, Tile
+from cupynorm.plans import plan
 
 
 @pytest.mark.parametrize(
@@ -81,32 +81,20 @@ def test_alignment_and_width_reach_the_tile():
 
 def test_bytes_moved():
     """By hand: rows x streamed tensors, statistics, parameters, partial sums twice."""
-    made = plan(1000, 10, "bfloat16", device="H200")
-    assert (
-        made.bytes_moved == made.bytes_needed == 10 * 1000 * (2 + 2) + 10 * 2 * 4 + 1000 * (2 + 2)
-    )
-    made = plan(
-        1000,
-        10,
-        "float64",
-        norm="rms_norm",
-        weight_dtype="float32",
-        bias_dtype=None,
-        out_dtype="float16",
-        device="A100",
-    )
-    assert made.bytes_moved == made.bytes_needed == 10 * 1000 * (8 + 2) + 10 * 1 * 8 + 1000 * 4
-    made = plan(
-        1000, 10, "float16", weight_dtype=None, bias_dtype=None, residual=True, device="A100"
-    )
-    assert made.bytes_moved == made.bytes_needed == 10 * 1000 * (2 + 2 + 2 + 2) + 10 * 2 * 4
-
+    elements, bare = 10 * 1000, {"weight_dtype": None, "bias_dtype": None}
+    of_rms_norm = {"norm": "rms_norm", "weight_dtype": "float32", "bias_dtype": None}
+    for dtype, options, expected in (
+        ("bfloat16", {}, elements * (2 + 2) + 10 * 2 * 4 + 1000 * (2 + 2)),
+        ("float64", of_rms_norm | {"out_dtype": "float16"}, elements * 10 + 10 * 8 + 1000 * 4),
+        ("float16", bare | {"residual": True}, elements * (2 + 2 + 2 + 2) + 10 * 2 * 4),
+    ):
+        made = plan(1000, 10, dtype, device="A100", **options)
+        assert made.bytes_moved == made.bytes_needed == expected
     tile = Tile(pack_size=4, threads_per_row=32, packs_per_thread=4, rows_per_block=4)
     made = plan(500, 10, "float32", direction="backward", device="H200", strategy="warp", tile=tile)
     needed = 10 * 500 * 4 * 3 + 10 * 2 * 4 + 500 * 4 * 3
-    assert (
-        made.num_partials == 3
-    )  # ten rows, four a block; each a row of dweight and of dbias, written and read
+    # Ten rows, four a block; each a row of dweight and of dbias, written and read.
+    assert made.num_partials == 3
     assert (made.bytes_needed, made.bytes_moved) == (needed, needed + 2 * 2 * 3 * 500 * 4)
 
 
@@ -115,28 +103,17 @@ def test_bytes_moved_if_rows_are_read_again():
 
     Backward reads x and dy for its sums, for dx, and for dweight and dbias.
     """
-    once = 10 * 1000
+    once, options = 10 * 1000, {"strategy": "uncached", "device": "H200"}
     for norm, statistics, passes in (
         ("layer_norm", "welford", 2),
         ("layer_norm", "two_pass", 3),
         ("rms_norm", "welford", 2),
         ("rms_norm", "two_pass", 2),
     ):
-        made = plan(
-            1000,
-            10,
-            "float32",
-            norm=norm,
-            strategy="uncached",
-            statistics=statistics,
-            device="H200",
-        )
+        made = plan(1000, 10, "float32", norm=norm, statistics=statistics, **options)
         assert made.bytes_moved - made.bytes_needed == (passes - 1) * once * 4
-    made = plan(
-        1000, 10, "float32", strategy="uncached", statistics="welford", residual=True, device="H200"
-    )
+    made = plan(1000, 10, "float32", statistics="welford", residual=True, **options)
     assert made.bytes_moved - made.bytes_needed == once * (4 + 4), "x and residual are read again"
-
-    made = plan(1000, 10, "float32", direction="backward", strategy="uncached", device="H200")
+    made = plan(1000, 10, "float32", direction="backward", **options)
     assert made.bytes_moved - made.bytes_needed == 2 * once * (4 + 4)
     assert made.num_partials == 0

@@ -11,7 +11,8 @@ import pytest
 from plan_problems import problem_of_row, widths_of_row
 
 import cupynorm
-from cupynorm.dispatch import measured, plans
+from cupynorm import plans
+from cupynorm.dispatch import measured
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.measured import (
@@ -24,14 +25,13 @@ from cupynorm.dispatch.measured import (
     tile_of,
     write_rows,
 )
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import PATHS_OF_STRATEGY, Layout, Tile
 from cupynorm.gpu import on_cpu
 from cupynorm.norm import prepared
+from cupynorm.plans import plan
 from cupynorm.verify.cases import Case, random_problem
-from cupynorm.verify.kernels import CpuMachine
+from cupynorm.verify.kernels import CpuMachine, run_kernels
 from cupynorm.verify.results import judge_all
-from cupynorm.verify.run import run_kernels
 
 FOLDER = Path(cupynorm.__file__).parent / "dispatch"
 E4M3 = "float8_e4m3fn"

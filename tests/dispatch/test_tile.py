@@ -8,8 +8,8 @@ from dataclasses import fields
 import pytest
 from plan_problems import CUDA_SRC, DIRECTIONS, TABLE
 
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import PATHS, PATHS_OF_STRATEGY, Tile
+from cupynorm.plans import plan
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -23,7 +23,6 @@ from cupynorm.dispatch.dispatch import Plan, make_plan
 from cupynorm.dispatch.functor_text import Fused, FusedPart
 from cupynorm.dispatch.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from cupynorm.dispatch.instances import Kernel, Launch
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import SCALINGS, Layout, Problem
 from cupynorm.dispatch.product_plan import DTYPES as PRODUCT_DTYPES
 from cupynorm.dispatch.product_plan import (
@@ -36,6 +35,7 @@ from cupynorm.dispatch.product_plan import (
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import Resources
+from cupynorm.plans import plan
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
 HAS_TIME = os.cpu_count() >= 8

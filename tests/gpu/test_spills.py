@@ -18,9 +18,9 @@ from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.grids import fetches_ahead
 from cupynorm.dispatch.instances import Kernel
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import SCALINGS, Layout, Problem, Tile
 from cupynorm.gpu.nvrtc import compile_for, cuda_src
+from cupynorm.plans import plan
 
 # Tests of each architecture, so that pytest-xdist can share them out.
 PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 4, 120: 4}
