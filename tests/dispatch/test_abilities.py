@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tile_problems import A100, H200, QUANTIZED, RING, RTX_4090, RTX_5090, backward, forward
+from plan_problems import A100, H200, QUANTIZED, RING, RTX_4090, RTX_5090, backward, forward
 
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose

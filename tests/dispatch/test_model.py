@@ -6,8 +6,18 @@ import random
 from dataclasses import replace
 
 import pytest
-from plan_problems import GPUS, problem_of, without_file
-from tile_problems import A100, H200, QUANTIZED, RTX_4090, RTX_5090, backward, forward
+from plan_problems import (
+    A100,
+    GPUS,
+    H200,
+    QUANTIZED,
+    RTX_4090,
+    RTX_5090,
+    backward,
+    forward,
+    problem_of,
+    without_file,
+)
 
 from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.model import (
