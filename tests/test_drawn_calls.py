@@ -1,8 +1,8 @@
 """Calls that hypothesis draws, held to float64 (drawn_calls.py), and what finds their faults.
 
 On the CPU a few calls of narrow rows, which are always the same. On a GPU
-`pytest -m gpu tests/test_drawn_calls.py -n 14` draws new ones each time, of 5 families in each of 14
-parts; with `--hypothesis-profile long` of 50.
+`pytest -m gpu tests/test_drawn_calls.py -n 14` draws new ones each time, of 5 families in each of
+14 parts; with `--hypothesis-profile long` of 50.
 """
 
 from __future__ import annotations
