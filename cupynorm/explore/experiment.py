@@ -17,7 +17,6 @@ from ..bench.timer import Runner, Timer, take_turns
 from ..dispatch.devices import DEVICES
 from ..dispatch.dispatch import Plan
 from ..dispatch.instances import Launch
-from ..dispatch.plans import full_name, plan
 from ..dispatch.problem import Direction, NormName, Tile
 from ..dispatch.strategies import StatisticsName, StrategyName
 from ..dtypes import decode, encode
@@ -25,6 +24,7 @@ from ..gpu import nvrtc
 from ..gpu.nvrtc import source_files
 from ..gpu.on_cpu import OnCpuError
 from ..norm.request import tile_of
+from ..plans import full_name, plan
 from ..table import as_html, as_text
 from ..verify import kernels
 from ..verify.cases import NORMS, Case, Problem, random_problem

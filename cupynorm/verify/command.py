@@ -16,10 +16,10 @@ from ..command_line import Appended, Commands, finite, number, positive, several
 from ..dispatch import dispatch
 from ..dispatch.devices import Device
 from ..dispatch.dispatch import Plan
-from ..dispatch.plans import plan
 from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
 from ..gpu import nvrtc, on_cpu
+from ..plans import plan
 from ..table import as_text
 from . import activations, check, kernels
 from .cases import DIRECTIONS, NORMS, Case

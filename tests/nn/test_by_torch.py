@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models_decoders import Decoder, Gpt2  # noqa: E402
-from models_encoders import Bert  # noqa: E402
+from models_nets import Bert, Decoder, Gpt2  # noqa: E402
 from norm_calls import assert_few_roundings, random  # noqa: E402
 from swap_classes import LlamaRMSNorm  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
@@ -207,9 +206,3 @@ def test_which_calls_torch_computes(monkeypatch, how, norm):
     monkeypatch.setattr(by_torch, "normalize", record)
     (TAKEN | OURS)[how](lambda x: getattr(cupynorm, norm)(x, 8), random(3, 8, dtype=torch.float32))
     assert bool(calls) == (how in TAKEN)
-
-
-def test_the_report_says_what_a_compiled_model_runs():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(8))
-    last = str(cupynorm.swap_norms(model)).splitlines()[-1]
-    assert last == "1 swapped, 0 left; compiled by torch.compile, a model runs torch's norms"
