@@ -30,9 +30,8 @@ from cupynorm.gpu import on_cpu
 from cupynorm.norm import prepared
 from cupynorm.plans import plan
 from cupynorm.verify.cases import Case, random_problem
-from cupynorm.verify.kernels import CpuMachine
+from cupynorm.verify.kernels import CpuMachine, run_kernels
 from cupynorm.verify.results import judge_all
-from cupynorm.verify.run import run_kernels
 
 FOLDER = Path(cupynorm.__file__).parent / "dispatch"
 E4M3 = "float8_e4m3fn"
