@@ -142,79 +142,35 @@ APEX = "apex.normalization.fused_layer_norm"
 
 TE = "transformer_engine.pytorch.module"
 
-BOTH_PARAMETERS = {"weight": (64,), "bias": (64,)}
+PAIR, WEIGHT, EPS = {"weight": (64,), "bias": (64,)}, {"weight": (64,)}, {"eps": 0.1}
+ZERO_CENTERED = {"zero_centered_gamma": True, "sequence_parallel": True}
+SHORT_MARGINS = {"_sm_margins": {"fwd": 32, "bwd": 64, "inf": 96}}
+LAUNCH, EFFICIENT = {"launch": Launch(sm_margin=MARGINS)}, {"memory_efficient": True}
 
-FOREIGN = {
-    "apex FusedLayerNorm": ("FusedLayerNorm", APEX, BOTH_PARAMETERS, {"eps": 0.1}, "LayerNorm", {}),
-    "apex MixedFusedLayerNorm": (
-        "MixedFusedLayerNorm",
-        APEX,
-        BOTH_PARAMETERS,
-        {"eps": 0.1, "memory_efficient": True},
-        "LayerNorm",
-        {"memory_efficient": True},
-    ),
-    "apex FusedRMSNorm": ("FusedRMSNorm", APEX, {"weight": (4, 64)}, {"eps": 0.1}, "RMSNorm", {}),
-    "apex MixedFusedRMSNorm": (
-        "MixedFusedRMSNorm",
-        APEX,
-        {"weight": (64,)},
-        {"eps": 0.1},
-        "RMSNorm",
-        {},
-    ),
-    "apex FusedRMSNorm without weight": (
-        "FusedRMSNorm",
-        APEX,
-        {},
-        {"eps": 0.1, "normalized_shape": torch.Size([64])},
-        "RMSNorm",
-        {},
-    ),
-    "apex FastLayerNorm": (
-        "FastLayerNorm",
-        "apex.contrib.layer_norm.layer_norm",
-        BOTH_PARAMETERS,
-        {"epsilon": 0.1},
-        "LayerNorm",
-        {},
-    ),
-    "TransformerEngine LayerNorm": (
+# The class and its module, parameters, attributes, ours, and its options that are no defaults.
+FOREIGN = [
+    ("FusedLayerNorm", APEX, PAIR, EPS, "LayerNorm", {}),
+    ("MixedFusedLayerNorm", APEX, PAIR, EPS | EFFICIENT, "LayerNorm", EFFICIENT),
+    ("FusedRMSNorm", APEX, {"weight": (4, 64)}, EPS, "RMSNorm", {}),
+    ("MixedFusedRMSNorm", APEX, WEIGHT, EPS, "RMSNorm", {}),
+    ("FusedRMSNorm", APEX, {}, EPS | {"normalized_shape": torch.Size([64])}, "RMSNorm", {}),
+    ("FastLayerNorm", "apex.contrib.layer_norm", PAIR, {"epsilon": 0.1}, "LayerNorm", {}),
+    (
         "LayerNorm",
         f"{TE}.layernorm",
-        BOTH_PARAMETERS,
-        {
-            "eps": 0.1,
-            "zero_centered_gamma": True,
-            "_sm_margins": MARGINS,
-            "sequence_parallel": True,
-        },
+        PAIR,
+        EPS | ZERO_CENTERED | {"_sm_margins": MARGINS},
         "LayerNorm",
-        {
-            "zero_centered_gamma": True,
-            "launch": Launch(sm_margin=MARGINS),
-            "sequence_parallel": True,
-        },
+        ZERO_CENTERED | LAUNCH,
     ),
-    "TransformerEngine RMSNorm": (
-        "RMSNorm",
-        f"{TE}.rmsnorm",
-        {"weight": (64,)},
-        {
-            "eps": 0.1,
-            "zero_centered_gamma": False,
-            "_sm_margins": {"fwd": 32, "bwd": 64, "inf": 96},
-            "sequence_parallel": None,
-        },
-        "RMSNorm",
-        {"launch": Launch(sm_margin=MARGINS)},
-    ),
-}
+    ("RMSNorm", f"{TE}.rmsnorm", WEIGHT, EPS | SHORT_MARGINS, "RMSNorm", LAUNCH),
+]
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-def test_classes_of_other_libraries_are_known_by_name(what):
-    name, module, shapes, attributes, kind, extras = FOREIGN[what]
+@pytest.mark.parametrize("name, module, shapes, attributes, kind, extras", FOREIGN)
+def test_classes_of_other_libraries_are_known_by_name(
+    name, module, shapes, attributes, kind, extras
+):
     parameters = {key: parameter(*shape) for key, shape in shapes.items()}
     model = torch.nn.ModuleDict({"norm": foreign(name, module, **parameters, **attributes)})
     report = cupynorm.swap_norms(model)
