@@ -31,7 +31,6 @@ from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu import arrays
 from cupynorm.verify.bounds import expect
 from cupynorm.verify.cases import NORMS, Case, Problem, random_problem
-from cupynorm.verify.check_function import laid_out
 from cupynorm.verify.check_functor import FunctorProblem, expect_with_functor
 from cupynorm.verify.kernels import uses_welford
 from cupynorm.verify.results import Finding, judge_against
@@ -215,16 +214,17 @@ class Placed:
     """A tensor between guards, and what its memory held before a call."""
 
     def __init__(self, values: np.ndarray, dtype: str, layout: str, device: str) -> None:
-        is_negated = layout == "negated"
-        memory, first, strides = laid_out(
-            -values if is_negated else values, "contiguous" if is_negated else layout
-        )
-        guard = np.full(GUARD, np.nan)
-        memory = np.concatenate([guard, memory, guard])
+        num_rows, num_cols = values.shape if values.ndim == 2 else (1, len(values))
+        strides = {"gap": (num_cols + 16, 1), "broadcast": (0, 1), "transposed": (1, num_rows)}
+        strides = strides.get(layout, (num_cols, 1))[2 - values.ndim :]
+        self.inside = (values.shape, strides, GUARD + (layout == "misaligned"))
+        memory = np.full(2 * GUARD + 1 + num_rows * (num_cols + 16), np.nan)
         self.memory = arrays.from_float64(memory, dtype, torch.empty(0)).to(device)
-        self.tensor = self.memory.as_strided(values.shape, strides, GUARD + first)
-        self.inside = (values.shape, strides, GUARD + first)
-        if is_negated:
+        self.tensor = self.memory.as_strided(*self.inside)
+        values = -values if layout == "negated" else values
+        written = slice(1 if layout == "broadcast" else None)  # its rows are one
+        self.tensor[written] = arrays.from_float64(values, dtype, self.memory)[written].to(device)
+        if layout == "negated":
             self.tensor = torch._neg_view(self.tensor)
         self._before = self.memory.clone()
 

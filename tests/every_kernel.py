@@ -40,9 +40,8 @@ from quantized_calls import How, judge_values, run_8_bits
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import nvrtc
 from cupynorm.verify.cases import Case, Problem, random_problem
-from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine, uses_welford
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine, run_kernels, uses_welford
 from cupynorm.verify.results import CheckResult, Finding, judge_all
-from cupynorm.verify.run import run_kernels
 
 # Few rows, whose backward is one launch, and rows beyond those of kernel_paths.py.
 WIDE = [

@@ -18,9 +18,8 @@ from cupynorm.norm.quantized import scale_memory, scale_shape, unpacked
 from cupynorm.norm.request import Launch, Quantization
 from cupynorm.verify.bounds import expect
 from cupynorm.verify.cases import Case, Problem
-from cupynorm.verify.kernels import Machine
+from cupynorm.verify.kernels import Machine, Tensors, run_forward
 from cupynorm.verify.results import Finding, judge_against
-from cupynorm.verify.run import Tensors, run_forward
 
 GIVEN_SCALE = 20.0
 _SMALLEST = 2.0**-149  # of float32: what a scale_inv below 2^-126 is rounded to

@@ -44,8 +44,6 @@ def add_to(commands: Commands) -> None:
     add("--scale", action=Appended, type=several(SCALINGS), default=(), help=scale)
     add("--amax", action="store_true", help="record the largest |y| with a given scale")
     add("--residual", action="store_true", help="add a residual; backward adds its gradient")
-    tile = "also measure this tile: 'block: pack_size 8, threads_per_row 128, ...'"
-    add("--tile", metavar="TILE", dest="tiles", action="append", default=[], help=tile)
     _add_run(add)
     instead = parser.add_mutually_exclusive_group().add_argument
     guard = (
@@ -74,7 +72,6 @@ def add_to(commands: Commands) -> None:
     _add_problems(add)
     output = "the file; its rows are measured again, and those that gain nothing leave it"
     add("--output", metavar="FILE", default="tiles.csv", help=f"{output} (tiles.csv)")
-    add("--jobs", type=positive, default=1, help="processes that compile (1)")
     add("--seconds", type=positive, default=480, help="then the rest stays as it is (480)")
 
 
@@ -151,13 +148,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
         print(f"\n{arguments.guard}, and now:\n{text}")
         return 0 if after and ok else 1
     if arguments.readme:
-        try:
-            from .chart import chart
-        except ImportError as error:
-            raise MissingLibraryError(f"a chart needs matplotlib ({error})") from error
         result = report.read(arguments.readme)
         report.rewrite_table(report.README, result.markdown())
-        chart(result, report.CHART)
+        try:
+            report.chart(result, report.CHART)
+        except ImportError as error:
+            raise MissingLibraryError(f"a chart needs matplotlib ({error})") from error
         return 0
     is_quantized = arguments.out_dtype in EIGHT_BITS
     directions = arguments.direction or DIRECTIONS[: 1 if is_quantized else 2]
@@ -165,7 +161,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in names}
     shape = (arguments.norm, arguments.dtype, directions, arguments.cols)
     todo = cells(*shape, scales=arguments.scale, **options)
-    return 0 if _run(arguments, todo, tiles=arguments.tiles) else 1
+    return 0 if _run(arguments, todo) else 1
 
 
 def run_linear(arguments: argparse.Namespace) -> int:
@@ -182,6 +178,5 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
     directions = arguments.direction or DIRECTIONS
     todo = cells(arguments.norm, arguments.dtype, directions, arguments.cols)
-    options = {"jobs": arguments.jobs, "seconds": arguments.seconds, "progress": bar}
-    print(tune.tune(Path(arguments.output), todo, **options))
+    print(tune.tune(Path(arguments.output), todo, seconds=arguments.seconds, progress=bar))
     return 0

@@ -22,17 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..dispatch.plans import plan
 from ..gpu import launch, nvrtc
 from ..gpu.nvrtc import environment, has_gpu
 from ..nn import modules
+from ..plans import plan
 from .cells import COPY, EPS, OURS, Cell, LinearCell, cells
 from .peers import (
     PEERS,
     first_line,
     inputs_of,
     missing,
-    options_of,
     prepare,
     prepare_linear,
     verify_linear,
@@ -51,7 +50,6 @@ def bench(
     runs: int = 30,
     seed: int | None = None,
     peers: Iterable[str] | None = None,
-    tiles: Iterable[str] = (),
     jobs: int = 1,
     progress: Callable[..., Iterable] | None = None,
     command: str = "cupynorm.bench.measure.bench()",
@@ -60,8 +58,7 @@ def bench(
 
     todo: from cells() and linear_cells(), by default the widths of cells(). runs: samples of each
     library in each cell. seed: of the random data, fresh if None. peers: names of PEERS, by default
-    all that can run. tiles: of cupynorm, to measure beside that of dispatch: "block: pack_size 8,
-    threads_per_row 128, packs_per_thread 8". A cell that a tile does not fit says so.
+    all that can run.
     jobs: processes that compile all kernels ahead, into caches on disk; 1 compiles each in its
     turn. progress: wraps the cells, as tqdm does. command: that made the result.
 
@@ -75,18 +72,17 @@ def bench(
     unknown = [name for name in peers or () if name not in PEERS]
     if unknown:
         raise ValueError(f"peers has {unknown[0]!r}; expected some of {', '.join(PEERS)}")
-    tiles = [f"{each['strategy']}: {each['tile']}" for each in map(options_of, tiles)]
     check_runs(runs)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     progress = progress or (lambda items, **_: items)
     wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
     absent = {name: why for name in wanted if (why := missing(name))}
-    names = [*(name for name in wanted if name not in absent), *dict.fromkeys(tiles)]
+    names = [name for name in wanted if name not in absent]
     if jobs > 1:
         tried = [(cell, names, seed) for cell in todo]
         list(in_processes(_try_once, tried, jobs, progress))
     timer = Timer.on_gpu()
-    versions = {name: version(name) for name in names if name in PEERS and name != OURS}
+    versions = {name: version(name) for name in names if name != OURS}
     settings = {"runs": runs, "seed": seed, "eps": EPS, "command": command}
     found: list[Measurement] = []
     try:
@@ -115,7 +111,7 @@ def check_runs(runs: int) -> None:
 def measure_cell(
     cell: AnyCell, names: Sequence[str], timer: Any, runs: int, seed: int, device: str = "cuda"
 ) -> Measurement:
-    """One cell, by the libraries and tiles of these names that have its kind."""
+    """One cell, by the libraries of these names that have its kind."""
     is_linear, strategy = isinstance(cell, LinearCell), ""
     if is_linear:
         inputs = inputs_of(cell, seed, device)
@@ -131,17 +127,14 @@ def measure_cell(
             runner = prepare_linear(name, cell, inputs)
             return runner, verify_linear(cell, inputs, runner.call())
         runner = prepare(name, cell, tensors)
-        own = planned if name == OURS else None
-        if name not in PEERS:
-            own = plan_of(cell, **options_of(name))
         # Kernels of other libraries, and welford's, subtract a rounded mean.
-        rounded_mean = own is None or own.statistics == "welford"
+        rounded_mean = name != OURS or planned.statistics == "welford"
         return runner, verify(runner, truth, rounded_mean=rounded_mean)
 
     runners, errors, faults = {COPY: copy_of(cell.num_bytes, x)}, {}, {}
     for name in names:
-        peer = PEERS.get(name, PEERS[OURS])
-        if is_linear and (name not in PEERS or not peer.linear or cell.format not in peer.formats):
+        peer = PEERS[name]
+        if is_linear and (not peer.linear or cell.format not in peer.formats):
             continue
         if not is_linear and not peer.norm:
             continue
@@ -199,7 +192,7 @@ def _try_once(cell: AnyCell, names: Sequence[str], seed: int) -> None:
     """Runs each of these libraries once on a cell. Errors are left to the measurement."""
     for name in names:
         try:
-            if name not in PEERS or not missing(name):
+            if not missing(name):
                 measure_cell(cell, [name], _Untimed(), 0, seed)
         except Exception:  # the measurement meets it again and names it
             pass

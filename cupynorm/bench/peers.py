@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from .. import functional as ours
 from .. import reference
-from ..dispatch.problem import Tile, cols_of_scale
-from ..dispatch.strategies import STRATEGIES
+from ..dispatch.problem import cols_of_scale
 from ..dtypes import EIGHT_BITS, compute_dtype
 from ..nn import recipes
 from ..nn.scales import fp8_autocast
@@ -340,27 +339,22 @@ def first_line(error: BaseException) -> str:
 # Runners.
 
 
-def options_of(tile: str) -> dict[str, Any]:
-    """strategy and tile of a Launch, from words: "block: pack_size 8, threads_per_row 128, ...".
+def prepare(
+    name: str,
+    cell: Cell,
+    tensors: Tensors,
+    *,
+    record: bool = False,
+    launch: Launch | None = None,
+) -> Runner:
+    """A library on a cell's tensors.
 
-    Raises ValueError for other words.
+    record: whether autograd records a forward. launch: of cupynorm. Raises ValueError for what a
+    library does not have, and what the library raises.
     """
-    strategy, colon, words = tile.partition(":")
-    if strategy not in STRATEGIES or not colon:
-        known = ", ".join(STRATEGIES)
-        raise ValueError(f"tile is {tile!r}; expected one of {known}, a colon, and a tile's fields")
-    return {"strategy": strategy, "tile": Tile.of(words)}
-
-
-def prepare(name: str, cell: Cell, tensors: Tensors, *, record: bool = False) -> Runner:
-    """A library, or cupynorm with a tile in words, on a cell's tensors.
-
-    record: whether autograd records a forward. Raises ValueError for what a library does not have,
-    and what the library raises.
-    """
-    if cell.direction == "backward" and (name == OURS or name not in PEERS):
-        return _our_backward(cell, tensors, {} if name == OURS else options_of(name))
-    peer = PEERS.get(name, PEERS[OURS])
+    if cell.direction == "backward" and name == OURS:
+        return _our_backward(cell, tensors, launch)
+    peer = PEERS[name]
     if lacks := sorted(cell.extras - peer.extras.get(cell.norm, set())):
         raise ValueError(f"its {cell.norm} has no {lacks[0]}")
     record = record or cell.direction == "backward"
@@ -373,8 +367,8 @@ def prepare(name: str, cell: Cell, tensors: Tensors, *, record: bool = False) ->
         elif tensor is not None:
             leaves[label] = tensor.detach().requires_grad_(record)
     forward = peer.norm(cell, tensors._replace(**leaves))
-    if name not in PEERS:
-        forward = partial(forward, launch=Launch(**options_of(name)))
+    if launch is not None:
+        forward = partial(forward, launch=launch)
     before = None
     if cell.direction == "forward":
         if cell.amax:  # a call only ever raises amax: it is 0 before each, as in a step of training
@@ -400,7 +394,7 @@ def _results(cell: Cell, amax: torch.Tensor | None, result: Any) -> dict[str, to
     return named | dict(zip(("sum",), added))
 
 
-def _our_backward(cell: Cell, tensors: Tensors, chosen: dict[str, Any]) -> Runner:
+def _our_backward(cell: Cell, tensors: Tensors, launch: Launch | None) -> Runner:
     """The explicit backward: autograd would choose its tile itself."""
     centered, weight = cell.norm == "layer_norm", tensors.weight
     zero_centered = {"zero_centered_weight": cell.zero_centered}
@@ -413,7 +407,6 @@ def _our_backward(cell: Cell, tensors: Tensors, chosen: dict[str, Any]) -> Runne
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
     given = {"dsum": tensors.dsum, "gradients": gradients, **zero_centered}
     operands = (tensors.dy, saved.sum, weight.shape, *statistics, weight)
-    launch = Launch(**chosen) if chosen else None
     call = partial(backward, *operands, launch=launch, **given)
     return Runner(call, lambda result: {name: getattr(result, name) for name in gradients})
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..table import as_html, as_markdown, as_text
+from ..table import as_markdown, as_text
 from .cells import COPY, GEMM, OURS, Cell, LinearCell
 
 README, CHART = Path("README.md"), Path("docs/speed.svg")
@@ -33,9 +32,9 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 class Measurement:
     """One cell.
 
-    samples: microseconds of each run, of "copy", "cupynorm", and each peer or tile in words that
-    ran. errors: the largest of the sampled elements of each library, in units of what is allowed.
-    faults: name -> sentence for a library that is off, or could not run.
+    samples: microseconds of each run, of "copy", "cupynorm", and each peer that ran. errors: the
+    largest of the sampled elements of each library, in units of what is allowed. faults: name ->
+    sentence for a library that is off, or could not run.
     """
 
     cell: Cell | LinearCell
@@ -118,7 +117,7 @@ class BenchResult:
 
     @property
     def libraries(self) -> list[str]:
-        """cupynorm first, then the peers and tiles that ran in any cell."""
+        """cupynorm first, then the peers that ran in any cell."""
         names = [name for measured in self.measurements for name in measured.samples]
         return [OURS, *dict.fromkeys(name for name in names if name not in (COPY, OURS))]
 
@@ -130,13 +129,11 @@ class BenchResult:
         return tables
 
     def _rows(self, measurements: Sequence[Measurement]) -> list[list[str]]:
-        """The table of one kind. A tile in words has a colon, and is too long for a heading."""
+        """The table of one kind."""
         names = [name for name in self.libraries if any(name in m.samples for m in measurements)]
-        tiles = [name for name in names if ":" in name]
         rows = [["rows x cols", "strategy", "copy us"]]
         for name in names:
-            title = f"tile {tiles.index(name) + 1}" if name in tiles else name
-            rows[0] += [f"{title} us", "share"] + ["spread", "error"] * (name == OURS)
+            rows[0] += [f"{name} us", "share"] + ["spread", "error"] * (name == OURS)
         for each in measurements:
             row = [each.cell.shape, each.strategy, f"{each.median(COPY):.1f}"]
             for name in names:
@@ -155,8 +152,6 @@ class BenchResult:
         lines += ["share: of the speed of the copy; error: in units of what is allowed"]
         if any(isinstance(each.cell, LinearCell) for each in self.measurements):
             lines[-1] = "share: of the product alone and a copy of the norm's bytes at 0.97"
-        tiles = [name for name in self.libraries if ":" in name]
-        lines += [f"tile {at}: {name}" for at, name in enumerate(tiles, 1)]
         # One line for all cells of a kind with the same sentence.
         shapes: dict[tuple[str, str], list[str]] = {}
         for each in self.measurements:
@@ -176,12 +171,6 @@ class BenchResult:
         return "\n\n".join([*parts, "\n".join(self._notes())])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(self.headline())}</p>"]
-        for title, each in self.tables().items():
-            parts.append(f"<p>{html.escape(title)}</p>{as_html(self._rows(each))}")
-        return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in self._notes())])
 
     def headline(self) -> str:
         """GPU, versions and date in one line."""
@@ -279,7 +268,7 @@ def _shares(measurements: Sequence[Measurement]) -> list[str]:
         row = [f"{num_cols:,}", *[f"{num_rows:,}"] * with_rows]
         for each in (found.get(direction) for direction in directions):
             right = each.right if each else []
-            others = [name for name in right if name not in (OURS, "torch") and ":" not in name]
+            others = [name for name in right if name not in (OURS, "torch")]
             for name in (OURS, "torch", *(others[:1] or ["-"])):
                 text = f"{each.share(name):.2f}" if name in right else "-"
                 text = f"**{text}**" if each and name in each.fastest else text
@@ -303,6 +292,92 @@ def rewrite_table(path: Path, table: str, name: str = "bench") -> None:
         raise ValueError(f"{path} needs the markers {start} and {end}, once and in this order")
     before, after = text.partition(start)[0], text.partition(end)[2]
     path.write_text(f"{before}{start}\n\n{table.strip()}\n\n{end}{after}", encoding="utf-8")
+
+
+# The chart. Colour-blind readers can tell the colours (Okabe and Ito 2008) apart. A line also has a
+# marker and a dash of its own, for print in grey.
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (6, 2)))
+TICKS = (64, 512, 4096, 32768, 262144)  # of the README's chart
+GUIDE = {"color": "#666666", "linestyle": (0, (2, 2)), "linewidth": 1.0}  # a limit, or a theory
+STYLE = {  # small text, no frame, the same file for the same data
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 3.5,
+    "lines.linewidth": 1.3,
+    "svg.hashsalt": "cupynorm",
+}
+
+
+def look(at: int) -> dict[str, Any]:
+    """Colour, marker and dash of line number `at`. The seventh line looks like the first."""
+    at %= len(_MARKERS)
+    return {"color": COLORS[at], "marker": _MARKERS[at], "linestyle": _DASHES[at]}
+
+
+def draw_speeds(
+    axes: Any, measurements: Sequence[Measurement], libraries: Sequence[str]
+) -> dict[str, Any]:
+    """Draws GB/s over num_cols. Returns what a legend names.
+
+    Odd widths are markers without a line: their rows do not begin on addresses that packs need, so
+    they are another problem and not a dip of the even ones. libraries: all that any panel has, so
+    that each looks the same in all.
+    """
+    drawn: dict[str, Any] = {}
+    for name in (COPY, *libraries):
+        looks = GUIDE if name == COPY else look(list(libraries).index(name))
+        ran = sorted((each.cell.num_cols, each) for each in measurements if name in each.samples)
+        for odd in (0, 1):
+            own = [each for cols, each in ran if name == COPY or cols % 2 == odd]
+            if own and not (odd and name == COPY):
+                xs = [each.cell.num_cols for each in own]
+                ys = [each.gigabytes_per_second(name) for each in own]
+                more = {"linestyle": "none", "markerfacecolor": "white"} if odd else {}
+                more |= {"linewidth": 2.2, "zorder": 3} if name == OURS and not odd else {}
+                label = "this library" if name == OURS else name
+                label += ", odd widths" * odd
+                (drawn[label],) = axes.plot(xs, ys, **looks | more)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    return drawn
+
+
+def chart(result: BenchResult, path: Path) -> None:
+    """Draws GB/s over num_cols of the first norm and dtype, as SVG that a telephone can show.
+
+    Forward is above backward. Our line is the thick one, and the first of the legend.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    panels = replace(result, measurements=result.first_family()).tables()
+    with rc_context(STYLE | {"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 12}):
+        figure = Figure(figsize=(5.4, 2.2 * len(panels) + 1.1), layout="constrained")
+        drawn: dict[str, Any] = {}
+        for at, (title, measurements) in enumerate(panels.items()):
+            axes = figure.add_subplot(len(panels), 1, at + 1)
+            drawn |= draw_speeds(axes, measurements, result.libraries)
+            axes.set(title=title, ylabel="GB/s")
+            widths = [each.cell.num_cols for each in measurements]
+            ticks = [cols for cols in TICKS if min(widths) <= cols <= max(widths)]
+            axes.set_xticks(ticks, [f"{cols:,}" for cols in ticks])
+        axes.set_xlabel("columns of a row (hollow: odd widths)")
+        names = [name for name in drawn if not name.endswith("odd widths")]
+        names.sort(key=lambda name: name != "this library")
+        labels = ["cupynorm, this library" if name == "this library" else name for name in names]
+        lines = [drawn[name] for name in names]
+        figure.legend(lines, labels, loc="outside lower center", ncols=2)
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
 
 
 # One run against another.

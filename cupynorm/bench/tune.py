@@ -4,8 +4,8 @@
                are asked for
     tiles      the model's of each strategy, the file's, and from the best of them step by step to
                a neighbour: other threads, rows, blocks, clusters, stages, bundles, another path
-    left out   tiles that do not fit all widths that are drawn from the range, whose kernel spills,
-               or whose result is wrong (cupynorm.bench.truth)
+    left out   tiles that do not fit all widths that are drawn from the range, or whose result is
+               wrong (cupynorm.bench.truth)
     time       kernel time, all tiles in turns (cupynorm.bench.timer)
     written    a row with the best mean speed, if it is at least 2% faster than the model's tile,
                and again at other widths of the range: the best of many is partly luck
@@ -23,17 +23,17 @@ from datetime import date
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
 
 from ..dispatch.devices import Device
 from ..dispatch.measured import COUNTS, Row, key_of, read_rows, row_for, write_rows
 from ..dispatch.problem import PATHS_OF_STRATEGY, SCALINGS
 from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
-from ..gpu import launch, nvrtc
-from .cells import Cell
-from .measure import in_processes, plan_of
-from .peers import first_line, prepare
+from ..gpu import launch
+from ..norm.request import Launch
+from .cells import OURS, Cell
+from .measure import plan_of
+from .peers import prepare
 from .timer import Timer, take_turns
 from .truth import Truth, tensors_of, verify
 
@@ -41,8 +41,8 @@ LEAST_GAIN = 0.02
 _WIDTHS, _RUNS, _STEPS, _TILES = 3, 7, 3, 48
 _X_BYTES = 2**28
 
-# (a cell, tiles in words) -> median microseconds of those whose result is right
-Measure = Callable[[Cell, Sequence[str]], Mapping[str, float]]
+# (a cell, launches) -> median microseconds of those whose result is right
+Measure = Callable[[Cell, Sequence[Launch]], Mapping[Launch, float]]
 
 
 @dataclass(frozen=True)
@@ -104,25 +104,19 @@ def neighbours(row: Row) -> Iterator[Row]:
 
 
 class Tuner:
-    """Measures ranges on a device. measure: of a cell and tiles, medians of those that are fine."""
+    """Measures ranges on a device. measure: of a cell and launches."""
 
-    def __init__(
-        self,
-        device: Device,
-        measure: Measure,
-        compile_ahead: Callable[[Iterable[Any]], Mapping[Any, str | None]],
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, device: Device, measure: Measure, seed: int = 0) -> None:
         # Under another name a device has no data file.
         self.device = replace(device, name=f"{device.name} by the model")
-        self.measure, self.compile_ahead, self.random = measure, compile_ahead, Random(seed)
+        self.measure, self.random = measure, Random(seed)
 
-    def plan(self, cell: Cell, row: Row | None) -> Any:
-        """The plan with a row's tile, or the model's. Raises ValueError if it does not fit."""
+    def launch(self, cell: Cell, row: Row | None) -> Launch:
+        """With a row's tile, or the model's. Raises ValueError if it does not fit."""
         own = plan_of(cell, self.device)
-        if row is None:
-            return own
-        return plan_of(cell, self.device, strategy=row.strategy, tile=row.tile(own.problem))
+        if row is not None:
+            own = plan_of(cell, self.device, strategy=row.strategy, tile=row.tile(own.problem))
+        return Launch(own.strategy, own.tile)
 
     def seeds(self, cell: Cell, range_: Range) -> list[Row]:
         """The model's choice, that of each strategy, and the file's row."""
@@ -143,28 +137,21 @@ class Tuner:
 
     def gains(self, cells: Sequence[Cell], rows: Sequence[Row]) -> dict[Row, float]:
         """Row -> mean speedup over the model's tile, of rows that fit and are right everywhere."""
-        plans: dict[Row | None, list[Any]] = {}
+        launches: dict[Row | None, list[Launch]] = {}
         for row in (None, *rows[:_TILES]):
             try:
-                plans[row] = [self.plan(cell, row) for cell in cells]
+                launches[row] = [self.launch(cell, row) for cell in cells]
             except ValueError:
                 continue
-        kernels = {each.kernel for plan in plans.values() for one in plan for each in one.launches}
-        faults = self.compile_ahead(kernels)
-        logs = dict.fromkeys(plans, 0.0)
+        logs = dict.fromkeys(launches, 0.0)
         for at, cell in enumerate(cells):
-            words = {
-                row: f"{each[at].strategy}: {each[at].tile}"
-                for row, each in plans.items()
-                if not any(faults.get(one.kernel) for one in each[at].launches)
-            }
-            times = self.measure(cell, list(dict.fromkeys(words.values())))
+            times = self.measure(cell, list(dict.fromkeys(launches[row][at] for row in logs)))
             for row in list(logs):
-                if words.get(row) in times:
-                    logs[row] += math.log(times[words[row]])
+                if launches[row][at] in times:
+                    logs[row] += math.log(times[launches[row][at]])
                 else:
                     del logs[row]
-        if None not in logs:  # the model's own tile spills or is wrong: nothing to compare with
+        if None not in logs:  # the model's own tile is wrong: nothing to compare with
             return {}
         own = logs.pop(None)
         return {row: math.exp((own - total) / len(cells)) - 1 for row, total in logs.items()}
@@ -196,7 +183,6 @@ def tune(
     path: Path,
     todo: Iterable[Cell] = (),
     *,
-    jobs: int = 1,
     seconds: float = 480,
     seed: int = 0,
     progress: Callable[..., Iterable] | None = None,
@@ -204,11 +190,11 @@ def tune(
 ) -> str:
     """Measures the rows of a file again, and the widths of todo; rewrites the file.
 
-    jobs: processes that compile. seconds: after these, other rows stay as they are.
+    seconds: after these, other rows stay as they are.
     Returns a sentence. Raises ValueError for a file that has no rows of tiles.
     """
     progress = progress or (lambda items, **_: items)
-    tuner = tuner or Tuner(launch.current_device(), on_gpu, lambda each: compiled(each, jobs), seed)
+    tuner = tuner or Tuner(launch.current_device(), on_gpu, seed)
     ranges = ranges_of(read_rows(path) if path.exists() else [], todo)
     end, kept, num_measured, num_faster = time.monotonic() + seconds, [], 0, 0
     for range_ in progress(ranges, desc="measuring", unit="range"):
@@ -226,37 +212,17 @@ def tune(
     return f"{num_measured} of {len(ranges)} ranges measured, {faster}; {path} has {len(rows)} rows"
 
 
-def on_gpu(cell: Cell, tiles: Sequence[str]) -> dict[str, float]:
-    """Median microseconds of each tile whose result is right."""
+def on_gpu(cell: Cell, launches: Sequence[Launch]) -> dict[Launch, float]:
+    """Median microseconds of each launch whose result is right."""
     tensors = tensors_of(cell, 0)
     truth, runners = Truth(cell, tensors, 0), {}
-    for tile in tiles:
+    for each in launches:
         try:
-            runner = prepare(tile, cell, tensors)
-            if verify(runner, truth, rounded_mean=tile.startswith("uncached"))[1] is None:
-                runners[tile] = runner
-        except RuntimeError:  # it does not launch
+            runner = prepare(OURS, cell, tensors, launch=each)
+            if verify(runner, truth, rounded_mean=each.strategy == "uncached")[1] is None:
+                runners[each] = runner
+        except RuntimeError:  # it does not compile or launch
             continue
-    return {tile: median(each) for tile, each in take_turns(Timer.on_gpu(), runners, _RUNS).items()}
-
-
-def compiled(kernels: Iterable[Any], jobs: int) -> dict[Any, str | None]:
-    """kernel -> why it is left out, or None. Compiled kernels stay in CuPy's cache on disk."""
-    kernels = list(kernels)
-    if jobs == 1:
-        return {kernel: fault_of(kernel) for kernel in kernels}
-    tasks = [(kernel,) for kernel in kernels]
-    return dict(zip(kernels, in_processes(fault_of, tasks, jobs, lambda items, **_: items)))
-
-
-def fault_of(kernel: Any) -> str | None:
-    """Why a kernel is left out: it does not compile, or it spills; else None."""
-    try:
-        if nvrtc.module(kernel).get_function(kernel.name_expression).local_size_bytes == 0:
-            return None
-        # Local memory holds spilled registers or the stack of a float64 division. Only the
-        # compiler's report tells which.
-        used = nvrtc.compile_for(kernel, launch.current_device().compute_capability)[1]
-    except Exception as error:
-        return f"does not compile ({first_line(error)})"
-    return "spills registers" if used.spill_store_bytes or used.spill_load_bytes else None
+    return {
+        each: median(times) for each, times in take_turns(Timer.on_gpu(), runners, _RUNS).items()
+    }

@@ -18,8 +18,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..bench.chart import COLORS, GUIDE, STYLE, draw_speeds, look
-from ..bench.report import BenchResult
+from ..bench.report import COLORS, GUIDE, STYLE, BenchResult, draw_speeds, look
 
 Points = tuple[Sequence[float], Sequence[float]]  # xs, ys
 _FONT, _ELSE = "DejaVu Sans", "sans-serif"

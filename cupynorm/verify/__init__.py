@@ -3,5 +3,5 @@
 Reading order: check, check_function, check_functor (what users call), cases and traps (the data),
 run and kernels (how the kernels run), bounds (what is allowed), results (the verdict).
 
-Why a tensor is off: diagnosis (in which order causes are tried), mistakes (wrong formulas).
+Why a tensor is off: diagnosis.
 """

@@ -88,15 +88,14 @@ def read(
     """
     path = Path(path)
     if path.suffix not in _SUFFIXES:
-        raise ValueError(
-            f"{printable(path)} is of no known format; expected a name that ends in one of "
-            f"{', '.join(_SUFFIXES)}"
-        )
+        ends = f"a name that ends in one of {', '.join(_SUFFIXES)}"
+        raise ValueError(f"{printable(path)} is of no known format; expected {ends}")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {printable(path)}")
     found: dict[str, tuple[np.ndarray, str]] = {}  # float64 values, and the dtype in the file
     for name, array in _arrays(path).items():
-        dtype, is_field = arrays.dtype_name(array), name.rpartition("/")[2] in (*_FIELDS, "input")
+        name = f"{name[:-5]}x" if f"/{name}".endswith("/input") else name
+        dtype, is_field = arrays.dtype_name(array), name.rpartition("/")[2] in _FIELDS
         why = "" if dtype in DTYPES else f"dtype {dtype}"
         if not why and not is_field and (not array.shape or 0 in array.shape):
             why = f"shape {tuple(array.shape)} and no row to normalise"
@@ -105,20 +104,16 @@ def read(
             note(f"{printable(path.name)}: {named} is left out, it has {printable(why)}")
         else:
             found[name] = arrays.to_float64(array), dtype
-    for name in [each for each in found if each.rpartition("/")[2] == "input"]:
-        x = name.removesuffix("input") + "x"
-        if x not in found:
-            found[x] = found.pop(name)
     for name, stored in found.items():
         prefix, slash, field = name.rpartition("/")
         prefix += slash
-        if field in _FIELDS and field != "x" and prefix + "x" in found:
+        if field in _FIELDS[1:] and prefix + "x" in found:
             continue  # belongs to the x beside it
         others, label = {}, name
         if field == "x":
             others = {each: found[prefix + each] for each in _FIELDS[1:] if prefix + each in found}
             label = prefix
-        if 0 not in stored[0].shape and stored[0].shape:
+        if stored[0].size and stored[0].shape:
             yield _together(printable(f"{path.stem}/{label}".rstrip("/")), stored, others)
 
 
@@ -133,25 +128,21 @@ def _arrays(path: Path) -> dict[str, Any]:
                 loaded = torch.load(str(path), map_location="cpu", weights_only=True)
                 return dict(_leaves("", loaded, torch.Tensor))
             if path.suffix == ".safetensors":
-                from safetensors import safe_open
-
                 try:
-                    import torch  # noqa: F401
-
-                    framework = "pt"  # it has bfloat16
+                    from safetensors.torch import load_file  # it has bfloat16
                 except ImportError:
-                    framework = "np"
-                with safe_open(str(path), framework=framework) as file:
-                    return {name: file.get_tensor(name) for name in file.keys()}
+                    from safetensors.numpy import load_file
+                return load_file(str(path))
             loaded = np.load(path, allow_pickle=False)
             made = {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
             if not all(isinstance(each, np.ndarray) for each in made.values()):
                 raise ValueError("a member is no array as numpy.save writes it")
             return made
     except ImportError as error:
+        name = (error.name or "").partition(".")[0]
         raise MissingLibraryError(
-            f"{printable(path)} is read by {error.name}, which could not be imported ({error}): "
-            f"pip install {error.name}"
+            f"{printable(path)} is read by {name}, which could not be imported ({error}): "
+            f"pip install {name}"
         ) from error
     except Exception as error:  # zlib, zipfile, safetensors and torch have errors of their own
         # torch's later lines tell how to unpickle, which is unsafe.

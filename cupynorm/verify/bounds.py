@@ -44,20 +44,11 @@ All is per element.
     dresidual   as dx. dsum adds u * |dresidual|.
     recomputed  y written again by backward: as y, with e of backward
 
-c and q. Two passes subtract d, the mean before it is corrected. d is off by delta, at most
-u * (2 + log2(n)) * |mean|: a sum in pairs and a division (Higham 1993). A thread first adds a few
-dozen terms in a row, which are off by less than that. c is the bound of delta, times rstd. Then
-
-    mean((x - d)^2)     is var + delta^2, off by g * (var + delta^2)
-    mean(x - d)         corrects the mean and is off by g * (|delta| + sqrt(var)), which moves x_hat
-                        by g * c more
-    var                 is their difference, off by g * (var + delta^2)
-                        + 2 * |delta| * g * (|delta| + sqrt(var)) <= 2 * g * var + 4 * g * delta^2
-
-rstd is off by half of that: g, and q = 1 / sqrt(1 - 4 * g * c^2) - 1, which is about 2 * g * c^2.
-var is never below 0, so rstd is at most 1 / sqrt(eps), and q at most 1 / (rstd * sqrt(eps)) - 1.
-All values of a constant row are at the same distance from d, which is exact: c and q are 0. They
-are also 0 for Welford's statistics and in RMSNorm.
+c and q. Two passes subtract d, the mean before it is corrected, which is off by at most
+u * (2 + log2(n)) * |mean|: a sum in pairs and a division (Higham 1993). c is that times rstd. var
+is mean((x - d)^2) - mean(x - d)^2, off by at most 2 * g * var + 4 * g * (c / rstd)^2. So rstd is
+off by g, and by q = 1 / sqrt(1 - 4 * g * c^2) - 1, at most 1 / (rstd * sqrt(eps)) - 1. In constant
+rows, in RMSNorm and with Welford's statistics both are 0.
 
 For float64 everything is allowed twice: the reference has the same rounding error as the kernels.
 

@@ -13,8 +13,8 @@ from ..norm.checks import check_eps, dtype_name
 from ..norm.request import Launch, checked_launch
 from . import kernels
 from .cases import NORMS, Case, given_problem, random_problem
+from .kernels import run_kernels
 from .results import CheckResult
-from .run import run_kernels
 from .traps import Trial, default_trials
 
 # Usual tiles leave rows and columns of these over. The rows are plain, because the errors of a

@@ -37,7 +37,7 @@ from .results import CheckResult
 from .traps import THREE_DIMENSIONS, Trial, trap_trials
 
 LIBRARIES = ("numpy", "cupy", "torch")
-LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "reversed", "transposed")
+LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "transposed", THREE_DIMENSIONS)
 _OPERANDS = {
     **dict.fromkeys(("x", "input"), "x"),
     **dict.fromkeys(("normalized_shape", "shape"), "normalized_shape"),
@@ -197,31 +197,6 @@ def _library_of(array: Any) -> str:
     return "cupy" if type(array).__module__.partition(".")[0] == "cupy" else "numpy"
 
 
-def laid_out(values: np.ndarray, layout: str) -> tuple[np.ndarray, int, tuple[int, ...]]:
-    """Memory for values, [num_rows, num_cols] or [n], the index of the first, and the strides.
-
-    misaligned: by one element. broadcast: every row is the first one. Gaps are NaN.
-    """
-    num_cols = values.shape[-1]
-    num_rows = values.shape[0] if values.ndim == 2 else 1
-    first, strides = 0, (num_cols, 1)
-    if layout == "gap":
-        strides = (num_cols + 16, 1)
-    elif layout == "misaligned":
-        first = 1
-    elif layout == "broadcast":
-        strides, values = (0, 1), values[:1]
-    elif layout == "reversed":
-        first, strides = max(0, num_rows - 1) * num_cols, (-num_cols, 1)
-    elif layout == "transposed":
-        strides = (1, num_rows)
-    strides = strides[2 - values.ndim :]
-    memory = np.full(1 + num_rows * (num_cols + 16), np.nan)
-    in_bytes = tuple(memory.itemsize * stride for stride in strides)
-    np.lib.stride_tricks.as_strided(memory[first:], values.shape, in_bytes)[...] = values
-    return memory, first, strides
-
-
 class Library:
     """NumPy, CuPy or torch: puts float64 values into arrays, and gets them back.
 
@@ -261,21 +236,21 @@ class Library:
         return f"tensors of torch {self._torch.__version__} on {where}"
 
     def put(self, values: np.ndarray | None, dtype: str | None, layout: str = "contiguous") -> Any:
-        """An array of this library, None for None. layout: one of LAYOUTS.
-
-        torch has no negative strides, so there "reversed" is refused.
-        """
+        """An array of this library, None for None. layout: one of LAYOUTS; gaps are NaN."""
         if values is None or dtype is None:
             return None
-        if layout == "contiguous":
-            return self._copy(values, dtype)
-        memory, first, strides = laid_out(values, layout)
-        memory = self._copy(memory, dtype)
-        if self.name == "torch":
-            return memory.as_strided(values.shape, strides, first)
-        strides = tuple(stride * memory.itemsize for stride in strides)
-        tricks = (nvrtc.cupy() if self.name == "cupy" else np).lib.stride_tricks
-        return tricks.as_strided(memory[first:], values.shape, strides)
+        if layout == "gap":
+            wider = np.pad(values, ((0, 0), (0, 16)), constant_values=np.nan)
+            return self._copy(wider, dtype)[:, : values.shape[1]]
+        if layout == "misaligned":  # by one element
+            return self._copy(np.append(np.nan, values), dtype)[1:].reshape(values.shape)
+        if layout == "broadcast":  # every row is the first one
+            row = self._copy(values[:1], dtype)
+            return row.expand(values.shape) if self._torch else np.broadcast_to(row, values.shape)
+        if layout == "transposed":
+            return self._copy(values.T, dtype).T
+        copy = self._copy(values, dtype)
+        return copy[:, None] if layout == THREE_DIMENSIONS else copy
 
     def _copy(self, values: np.ndarray, dtype: str) -> Any:
         if self._torch is not None:
@@ -433,7 +408,7 @@ class Callables:
     ) -> dict[str, np.ndarray]:
         """The results by name, as float64.
 
-        layouts: of x and dy by name, from LAYOUTS, or "three dimensions".
+        layouts: of inputs by name, from LAYOUTS.
 
         Raises ValueError for a result that is None, detached, of a wrong shape or too long, and for
         a function that changes its inputs or calls sys.exit.
@@ -448,10 +423,7 @@ class Callables:
         for name in ("weight", "bias", "x", "dy"):
             dtype = dtypes.get(name) or case.dtype(name)
             layout = layouts.get(name, "contiguous")
-            is_deep = layout == THREE_DIMENSIONS
-            layout = "contiguous" if is_deep else layout
-            operand = library.put(getattr(problem, name), dtype, layout)
-            operands[name] = operand[:, None] if is_deep else operand
+            operands[name] = library.put(getattr(problem, name), dtype, layout)
 
         def call(label: str) -> Any:
             positional, names = self._bound(label, case.norm)
@@ -496,19 +468,14 @@ class Callables:
 
 
 def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
-    """What a function returned, by name: one array, a sequence, or fields of these names."""
+    """What a function returned, by name: one array, or a sequence."""
     first = names[0]
     expected = f"expected {first}, or ({', '.join(names)})"
     if returned is None:
         raise ValueError(f"{label} returned None; {expected}")
-    if hasattr(returned, "_asdict"):
-        returned = returned._asdict()
-    if isinstance(returned, dict):
-        by_name = {name: returned[name] for name in names if returned.get(name) is not None}
-        if not by_name:
-            fields = printable(", ".join(map(str, returned)))
-            raise ValueError(f"{label} returned fields {fields}; {expected}")
-        return by_name
+    if hasattr(returned, "_asdict"):  # of fields with these names and others
+        fields = returned._asdict()
+        return {name: fields[name] for name in names if fields.get(name) is not None}
     if not isinstance(returned, (tuple, list)):
         return {first: returned}
     values = list(returned)

@@ -42,9 +42,8 @@ from .check import (
 )
 from .check_function import without_exit
 from .diagnosis import UNKNOWN, Candidate, Diagnosis, Judged, best_of, described
-from .kernels import Machine, uses_welford
+from .kernels import Machine, Tensors, run_backward, run_forward, uses_welford
 from .results import CheckResult, Finding, dtype_of, judge
-from .run import Tensors, run_backward, run_forward
 
 Given = Functor | BoundFunctor
 KINDS = ("full", "cols", "rows", "one")
@@ -322,7 +321,7 @@ def run_with_functor(functor_problem: FunctorProblem, where: Machine) -> Functor
         rows = tensors.rows[f"{label}.{name}"]._replace(num_cols=shape[1], row_stride=stride)
         placed.append(PlacedArray(rows, 1, 2**62, num_cols == 1 < shape[1]))
     for name, seed in functor_problem.seeds.items():
-        tensors.put_seed(f"{label}.{name}", seed)
+        tensors.put(f"{label}.{name}", np.array([seed]), "int64")
     numbers = tuple(functor_problem.numbers.values())
     applied = PlacedFunctor(functor, numbers, tuple(placed), label)
     launch, is_load = Launch(case.strategy, case.tile, case.statistics), functor.role == "load"

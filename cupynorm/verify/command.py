@@ -7,19 +7,17 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from .. import __version__
 from ..command_line import Appended, Commands, finite, number, positive, several
-from ..dispatch import dispatch
 from ..dispatch.devices import Device
-from ..dispatch.dispatch import Plan
-from ..dispatch.plans import plan
 from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
 from ..gpu import nvrtc, on_cpu
+from ..plans import plan
 from ..table import as_text
 from . import activations, check, kernels
 from .cases import DIRECTIONS, NORMS, Case
@@ -28,12 +26,10 @@ from .results import CheckResult, worst_of
 from .traps import Trial, default_trials, trap_trials
 
 _QUICK_DTYPES = ("float32", "bfloat16")
-# Elements of x in one case, by where the kernels run. Most of the time goes into the float64
-# reference on the host, and into the kernels where they run on the CPU.
-_GRID_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
-_GRID_ROWS = {"gpu": 1021, "cpu": 61}
+# Elements of x in one case, by where the kernels run.
+_MOST_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
+_MOST_ROWS = {"gpu": 1021, "cpu": 61}
 _FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
-_WIDEST = {"gpu": 2**22, "cpu": 2**19}
 
 
 class Entry(NamedTuple):
@@ -176,7 +172,7 @@ def run_kernels(arguments: argparse.Namespace, options: dict[str, float]) -> Che
         (entry, check.check_kernels(entry.drawn(arguments.seed), where))
         for entry in _with_progress(entries)
     ]
-    print(table(results, where.device), end="\n\n")
+    print(table(results), end="\n\n")
     result = results[0][1] if results else CheckResult()
     result.findings = [found for _, each in results for found in each.findings]
     result.checked = result.checked.partition(";")[0]  # the shapes are in the table
@@ -217,34 +213,31 @@ def describe(where: kernels.Machine) -> str:
 
 def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
     """Compiles all kernels of the entries ahead, with as many compilers at once as CPUs."""
-    plans = [plan_of(entry.case, device, way) for entry in entries for way in DIRECTIONS]
-    wanted = [launch.kernel for plan in plans for launch in plan.launches]
-    instances = list(dict.fromkeys((each.source, each.name_expression) for each in wanted))
-    batch = 4 * (os.cpu_count() or 1)
-    shown = {"desc": "compiling", "unit": "kernel", "leave": False, "disable": None}
-    with tqdm(total=len(instances), **shown) as bar:
-        for first in range(0, len(instances), batch):
-            part = instances[first : first + batch]
-            on_cpu.compile_many(part)
-            bar.update(len(part))
+    instances = {}
+    for case, direction in product((entry.case for entry in entries), DIRECTIONS):
+        dtypes = {name: case.dtype(name[:-6]) for name in ("weight_dtype", "bias_dtype")}
+        options = {"norm": case.norm, "strategy": case.strategy, **dtypes}
+        shape = (case.num_cols, case.num_rows, case.x)
+        planned = plan(*shape, direction=direction, device=device, **options)
+        wanted = (launch.kernel for launch in planned.launches)
+        instances |= dict.fromkeys((each.source, each.name_expression) for each in wanted)
+    instances, batch = list(instances), 4 * (os.cpu_count() or 1)
+    batches = [instances[first : first + batch] for first in range(0, len(instances), batch)]
+    for part in tqdm(batches, desc="compiling", leave=False, disable=None):
+        on_cpu.compile_many(part)
 
 
-def table(results: Sequence[tuple[Entry, CheckResult]], device: Device) -> str:
+def table(results: Sequence[tuple[Entry, CheckResult]]) -> str:
     """One line for each problem, one column for each dtype: the tensor with the largest error."""
     dtypes = [dtype for dtype in DTYPES if any(entry.case.x == dtype for entry, _ in results)]
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for entry, result in results:
         worst = worst_of(result.findings)
-        verdict = f"{worst.error:.2f} {worst.tensor}"
-        line = lines.setdefault((entry.case.norm, entry.name), {})
-        line[entry.case.x] = verdict if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
-        for direction in DIRECTIONS:
-            used = plan_of(entry.case, device, direction).strategy
-            known = line.get(direction, "").split("/") if direction in line else []
-            line[direction] = "/".join(dict.fromkeys([*known, used]))
-    columns = [*DIRECTIONS, *dtypes]
-    rows = [["norm", "rows x columns", *columns]]
-    rows += [[*key, *(line.get(each, "-") for each in columns)] for key, line in lines.items()]
+        words = f"{worst.error:.2f} {worst.tensor}"
+        words = words if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
+        lines.setdefault((entry.case.norm, entry.name), {})[entry.case.x] = words
+    rows = [["norm", "rows x columns", *dtypes]]
+    rows += [[*key, *(line.get(each, "-") for each in dtypes)] for key, line in lines.items()]
     return as_text(rows)
 
 
@@ -276,19 +269,10 @@ def entries_of(
         entries.append(Entry(name, problem.case, [Trial(problem)]))
     if arguments.files:
         return entries
-    shapes = quick_shapes(where.device) if arguments.quick else grid_shapes(where.device, where.on)
-    return entries + random_entries(shapes, norms, dtypes[arguments.quick :], **options)
-
-
-def random_entries(
-    shapes: Sequence[tuple[int, int, str | None]],
-    norms: Sequence[str],
-    dtypes: Sequence[str],
-    **options: Any,
-) -> list[Entry]:
-    """Random tensors of these shapes, with the strategy that is forced, in each norm and dtype."""
-    entries = []
-    for norm, (num_rows, num_cols, strategy), dtype in product(norms, shapes, dtypes):
+    shapes = random_shapes(where.device, where.on, arguments.quick)
+    for norm, (num_rows, num_cols, strategy), dtype in product(
+        norms, shapes, dtypes[arguments.quick :]
+    ):
         case = Case(norm, num_rows, num_cols, dtype, strategy=strategy, **options)
         forced = f", {strategy} forced" if strategy else ""
         entries.append(Entry(f"random, {_shape(case)}{forced}", case))
@@ -299,58 +283,19 @@ def _shape(case: Case) -> str:
     return f"{case.num_rows} x {case.num_cols}"
 
 
-def _strategies_of(device: Device) -> list[str]:
-    capability = device.compute_capability
-    return [name for name, row in STRATEGIES.items() if capability >= row.first_capability]
+def random_shapes(device: Device, on: str, quick: bool) -> list[tuple[int, int, str | None]]:
+    """(num_rows, num_cols, strategy that is forced or None): every strategy of a device.
 
-
-def grid_shapes(device: Device, on: str) -> list[tuple[int, int, str | None]]:
-    """Shapes that reach every strategy of a device in both directions. on: "gpu" or "cpu".
-
-    A few narrow and odd widths; then, for each strategy and direction, the first width that is too
-    wide for it in every dtype. Where that takes too long, the next strategy is forced on
-    narrower rows.
+    Each is forced on whole packs and on an odd number of columns; dispatch chooses for the others.
     """
-    widths, forced, names = {1, 33, 768, 4095}, set(), _strategies_of(device)
-    for direction in DIRECTIONS:
-        problems = [
-            plan(4096, dtype=dtype, device=device, direction=direction).problem for dtype in DTYPES
-        ]
-        for name, following in zip(names, names[1:]):
-            widest = max(dispatch.widest(name, problem, device) for problem in problems)
-            beyond = (widest // 16 + 1) * 16  # whole packs in every dtype
-            if beyond > _WIDEST[on]:
-                forced.add(following)
-            else:
-                widths.add(beyond)
-    shapes: list[tuple[int, int, str | None]] = []
-    for num_cols in sorted(widths):
-        fewest = 1 if num_cols >= 2**20 else 2
-        num_rows = min(_GRID_ROWS[on], max(_GRID_ELEMENTS[on] // num_cols, fewest))
-        shapes.append((num_rows, num_cols, None))
-    return shapes + [(3, 4096, name) for name in names if name in forced]
-
-
-def quick_shapes(device: Device) -> list[tuple[int, int, str | None]]:
-    """Two widths for each strategy of a device: whole packs, and an odd number of columns.
-
-    Strategies for wide rows are forced on narrower ones.
-    """
-    names = [name for name in _strategies_of(device) if name != "warp"]
-    forced = [(3, num_cols, name) for name in names for num_cols in (4095, 4096)]
-    return [(61, 33, None), (16, 768, None), *forced]
-
-
-def plan_of(case: Case, device: Device, direction: str) -> Plan:
-    """The plan of a case in one direction."""
-    return plan(
-        case.num_cols,
-        case.num_rows,
-        case.x,
-        norm=case.norm,
-        direction=direction,
-        device=device,
-        weight_dtype=case.dtype("weight"),
-        bias_dtype=case.dtype("bias"),
-        strategy=case.strategy,
-    )
+    forced = [
+        (3, num_cols, name)
+        for name, row in STRATEGIES.items()
+        for num_cols in (4095, 4096)
+        if name != "warp" and device.compute_capability >= row.first_capability
+    ]
+    if quick:
+        return [(61, 33, None), (16, 768, None), *forced]
+    widths = (1, 33, 768, 4095, 16384, 100003)
+    most, rows = _MOST_ELEMENTS[on], _MOST_ROWS[on]
+    return [(min(rows, max(2, most // each)), each, None) for each in widths] + forced

@@ -2,30 +2,31 @@
 
 A mistake explains a tensor if its values, computed in float64, are within twice what is allowed for
 95% of all elements and 95% of those that are off; the rest must be near, too. Of several, the one
-with the smallest rest is taken. Five mistakes have no formula, because their errors are those of
+with the smallest rest is taken. Three mistakes have no formula, because their errors are those of
 roundings. Each has a bound, and what is beyond it is not explained:
 
     a rounded mean      rows of large mean are off by a shift of the size of its rounding error
     E[x^2] - E[x]^2     rows are off by a factor, and that of the variance is at most the rounding
                         error of mean^2
-    16-bit statistics   rows are off by a factor and a shift of the size of a 16-bit sum's error
-    16-bit sums         dweight and dbias are off by at most the error of a 16-bit sum over rows
     narrow arithmetic   the errors have the size of the roundings of a narrower dtype
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from ..dtypes import DTYPES, compute_dtype
+from ..dtypes import DTYPES, compute_dtype, decode, encode
+from ..reference.layer_norm import scale
 from .bounds import half_ulp
 from .cases import Problem
-from .mistakes import Rows, candidates, cut_to, of_statistics, rearrangements, round_to, summed_in
+
+Named = tuple[str, np.ndarray]
 
 UNKNOWN = "no mistake that is tried explains the numbers"
 _MOST_ELEMENTS = 2**17
@@ -35,6 +36,10 @@ _MEAN = "the rounding error of the mean is left in x - mean: subtract the mean o
 _ONE_PASS = (
     "the variance is off by the rounding of mean^2, as in E[x^2] - E[x]^2: subtract the mean first"
 )
+
+_NARROW = ("float16", "bfloat16")
+_MOST_STEPS = 4096  # of a sum in 16 bits, one after the other
+_OTHER_EPS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-12)
 
 
 class Diagnosis(NamedTuple):
@@ -137,8 +142,6 @@ def _cause(problem: Problem, judged: Judged) -> str:
         or unwritten
         or _nearly_right(judged)
         or _of_roundings(rows, judged, fitted)
-        or _of_16_bit_statistics(rows, judged, fitted)
-        or _of_16_bit_sums(rows, judged)
         or _narrow(judged)
     )
 
@@ -180,9 +183,6 @@ def _every_candidate(
         narrow, own = DTYPES[dtype].digits, DTYPES[judged.dtype].digits
         if narrow < own:
             yield Candidate(f"the result is rounded to {dtype}", round_to(judged.expected, dtype))
-        if narrow <= own and dtype != "float32":
-            words = f"the result is cut to {dtype}, not rounded"
-            yield Candidate(words, cut_to(judged.expected, dtype))
     if fitted is not None:  # the eps that explains the row with the smallest variance
         row = int(np.nanargmin(np.where(rows.spread[:, 0] > 0, rows.spread[:, 0], np.inf)))
         eps = 1 / (fitted[0][row] * rows.rstd[row, 0]) ** 2 - rows.spread[row, 0]
@@ -199,11 +199,6 @@ def _every_candidate(
         count = 1 + np.rint(products[row] / squares[row])
         words = f"row {row} counts {count:g} times" if count else f"row {row} is not summed"
         yield Candidate(words, judged.expected + (count - 1) * terms[row])
-    if judged.tensor == "dbias":
-        x_hat = rows.x_hat
-        size = rows.n**0.5 * (1 + np.abs(x_hat)) + np.abs(rows.mean) * rows.rstd
-        allowed = judged.allowed + half_ulp(size, "float32").sum(axis=0)
-        yield Candidate("it is the sum of x_hat, not of dy", x_hat.sum(axis=0), allowed)
     for sentence, rearranged in rearrangements(judged.got.shape):
         yield Candidate(sentence, rearranged(judged.expected), rearranged(judged.allowed))
 
@@ -299,48 +294,6 @@ def _of_roundings(rows: Rows, judged: Judged, fitted: tuple[np.ndarray, np.ndarr
     return _ONE_PASS if explained[off].mean() >= _SHARE else ""
 
 
-def _of_16_bit_statistics(
-    rows: Rows, judged: Judged, fitted: tuple[np.ndarray, np.ndarray] | None
-) -> str:
-    """Errors of the size that a sum in 16 bits makes: between one rounding and those of a loop."""
-    if fitted is None or rows.n > 4096 or not rows.centered or judged.tensor == "dx":
-        return ""
-    error = np.maximum(np.abs(fitted[1]), np.abs(fitted[0] - 1))
-    for dtype in ("float16", "bfloat16"):
-        u = DTYPES[dtype].half_ulp
-        loop = np.abs(summed_in(rows.x, dtype, 1) / rows.n - rows.mean)
-        largest = 4 * (loop * rows.rstd)[:, 0] + 8 * u * (1 + np.abs(rows.mean) * rows.rstd)[:, 0]
-        usable = np.isfinite(error) & np.isfinite(largest)
-        within = ((error <= largest) & (error >= u / 64))[usable]
-        # Roundings have no sign: neither mean nor rstd is off in one direction alone.
-        signs = [np.sign(each)[usable] for each in (fitted[1], fitted[0] - 1)]
-        fair = all(abs(each.mean()) < 0.75 for each in signs if np.abs(each).mean() > 0.5)
-        if usable.any() and within.mean() >= 0.75 and error[usable].max() <= _FAR * u and fair:
-            return (
-                "mean or rstd of rows have errors of 16-bit arithmetic: accumulate them in float32"
-            )
-    return ""
-
-
-def _of_16_bit_sums(rows: Rows, judged: Judged) -> str:
-    """dweight or dbias with the error of a sum over rows that is rounded to 16 bits on its way."""
-    if judged.tensor not in ("dweight", "dbias"):
-        return ""
-    terms = rows.dy * (rows.x_hat if judged.tensor == "dweight" else 1.0)
-    error = np.abs(judged.got - judged.expected)
-    partial = np.abs(np.cumsum(terms, axis=0))
-    for dtype in ("float16", "bfloat16"):
-        u = DTYPES[dtype].half_ulp
-        if DTYPES[dtype].digits > DTYPES[judged.dtype].digits or not np.isfinite(error).all():
-            continue
-        # Each addition rounds a partial sum; in another order they are of about the same size.
-        most = 6 * u * (np.sqrt((partial**2).sum(axis=0)) + np.abs(terms).max(axis=0))
-        typical = u * np.sqrt((terms**2).sum(axis=0))
-        if (error <= most).all() and np.median((error / typical)[judged.off]) > 0.25:
-            return f"it has the errors of sums over rows in {dtype}: accumulate it in float32"
-    return ""
-
-
 def _narrow(judged: Judged) -> str:
     """Errors of the size of a narrower dtype's roundings, or the words for no cause."""
     error = np.abs(judged.got - judged.expected)
@@ -358,6 +311,273 @@ def _narrow(judged: Judged) -> str:
         if is_near and largest <= 8 * 2.0**-narrow:
             return f"the errors have the size of roundings to {dtype}"
     return UNKNOWN
+
+
+# Usual mistakes: what a tensor would be if one were made, as formulas in float64.
+
+
+class Rows:
+    """The float64 values of a problem: x, dy, w, bias, mean, var, rstd, x_hat, wdy.
+
+    Statistics are columns [num_rows, 1]; mean is that of x in RMSNorm, too.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        case = problem.case
+        self.problem, self.case, self.centered = problem, case, case.norm == "layer_norm"
+        x = problem.x if problem.residual is None else problem.x + problem.residual
+        self.x = decode(encode(x, case.sum), case.sum)
+        self.n = max(1, case.num_cols)
+        self.mean = self.x.mean(axis=1, keepdims=True)
+        self.var = ((self.x - self.mean) ** 2).mean(axis=1, keepdims=True)
+        self.square = (self.x**2).mean(axis=1, keepdims=True)
+        self.spread = self.var if self.centered else self.square
+        self.center = self.mean if self.centered else np.zeros_like(self.mean)
+        self.rstd = 1 / np.sqrt(self.spread + case.eps)
+        self.x_hat = (self.x - self.center) * self.rstd
+        self.dy, self.weight = problem.dy, problem.weight
+        self.w = np.broadcast_to(scale(problem.weight, case.zero_centered_weight), (self.n,))
+        self.bias = np.zeros(self.n) if problem.bias is None else problem.bias
+        self.wdy = self.dy * self.w
+        self.dsum = 0.0 if problem.dsum is None else problem.dsum
+
+
+def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
+    """values rounded once to a dtype, as float64."""
+    return decode(encode(values, dtype), dtype)
+
+
+def summed_in(values: np.ndarray, dtype: str, axis: int) -> np.ndarray:
+    """Sums that are rounded after each addition, kept as an axis of extent 1."""
+    values = np.moveaxis(values, axis, 0)
+    total = np.zeros(values.shape[1:])
+    for each in values:
+        total = round_to(total + each, dtype)
+    return np.expand_dims(total, axis)
+
+
+def statistics(rows: Rows) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Wrong statistics of the rows: a sentence, the mean and rstd as columns."""
+    eps, spread, center, n = rows.case.eps, rows.spread, rows.center, rows.n
+    none, rms = np.zeros_like(center), 1 / np.sqrt(rows.square + eps)
+    if rows.centered:
+        yield "the mean is not subtracted from x", none, rows.rstd
+        yield "the mean is not subtracted in the variance", center, rms
+        yield "the mean is not subtracted: this is RMSNorm", none, rms
+    else:
+        of_var = 1 / np.sqrt(rows.var + eps)
+        yield "the mean is subtracted: this is LayerNorm", rows.mean, of_var
+        yield "the variance stands for the mean square", none, of_var
+    rstds = {
+        "eps is missing": 1 / np.sqrt(spread),
+        "eps is added outside the square root": 1 / (np.sqrt(spread) + eps),
+        "the sum of squares is not divided by num_cols": 1 / np.sqrt(spread * n + eps),
+        "the square root of the variance is missing: rstd is 1 / var": rows.rstd**2,
+        "rstd is the standard deviation, not its reciprocal": 1 / rows.rstd,
+        "rstd is 1: x is not divided by the standard deviation": np.ones_like(center),
+    }
+    for other in _OTHER_EPS:
+        if not np.isclose(other, eps, rtol=1e-3, atol=0):
+            rstds[f"eps is {other:g}, not {eps:g}"] = 1 / np.sqrt(spread + other)
+    if n > 1:
+        unbiased = 1 / np.sqrt(spread * (n / (n - 1)) + eps)
+        rstds["the variance is divided by num_cols - 1"] = unbiased
+    padded = 1 << (n - 1).bit_length()  # as wide as a row is in a block of a power of two
+    if padded > n:
+        words = f"the variance counts {padded - n} elements beyond the row as (0 - mean)^2: mask "
+        beyond = spread + rows.mean**2 * (padded - n) / n
+        rstds[words + "x - mean, not x alone"] = 1 / np.sqrt(beyond + eps)
+    for sentence, rstd in rstds.items():
+        yield sentence, center, rstd
+    for dtype in _NARROW:
+        if DTYPES[dtype].digits > DTYPES[rows.case.x].digits or n > _MOST_STEPS:
+            continue
+        rounded = round_to(center, dtype), round_to(rows.rstd, dtype)
+        yield f"mean and rstd are rounded to {dtype}", *rounded
+        mean = center
+        if rows.centered:
+            mean = round_to(summed_in(round_to(rows.x, dtype), dtype, 1) / n, dtype)
+        squares = summed_in(round_to((rows.x - mean) ** 2, dtype), dtype, 1)
+        rstd = 1 / np.sqrt(round_to(squares / n, dtype) + eps)
+        yield f"the statistics are accumulated in {dtype}", mean, rstd
+
+
+def of_statistics(rows: Rows, tensor: str, mean: np.ndarray, rstd: np.ndarray) -> np.ndarray:
+    """A tensor with other statistics, and no other mistake. tensor: but for dbias."""
+    x_hat = (rows.x - mean) * rstd
+    if tensor == "y":
+        return x_hat * rows.w + rows.bias
+    if tensor == "dweight":
+        return (rows.dy * x_hat).sum(axis=0)
+    if tensor == "dx":
+        return _gradient(rows.wdy, x_hat, rstd, rows.centered) + rows.dsum
+    return (mean if tensor == "mean" else rstd)[:, 0]
+
+
+def candidates(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Named]:
+    """Each mistake that is tried for a tensor. expected: its right values."""
+    if tensor == "y":
+        yield from _of_y(rows)
+        mean = rows.x.mean(axis=0) * rows.centered
+        rstd = 1 / np.sqrt(((rows.x - mean) ** 2).mean(axis=0) + rows.case.eps)
+        words = "the statistics are of each column, over the rows"
+        yield words, of_statistics(rows, tensor, mean, rstd)
+    if tensor == "dx":
+        for sentence, dx in _of_dx(rows).items():
+            yield sentence, dx + rows.dsum
+        if rows.problem.dsum is not None:
+            yield "dsum is not added", _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
+    if tensor == "dweight":
+        yield from _of_dweight(rows)
+        yield from _sums(rows.dy * rows.x_hat)
+    if tensor == "dbias":
+        yield "it is dweight: the sum of dy * x_hat", (rows.dy * rows.x_hat).sum(axis=0)
+        yield "dy is multiplied by the weight", rows.wdy.sum(axis=0)
+        if rows.case.num_rows == rows.n:
+            yield "it is summed over columns, not over rows", rows.dy.sum(axis=1)
+        yield from _sums(rows.dy)
+    if tensor == "mean":
+        yield "it is rstd: mean and rstd are swapped", rows.rstd[:, 0]
+        yield "it is the sum: not divided by num_cols", rows.x.sum(axis=1)
+    if tensor == "rstd":
+        yield "it is the variance", rows.spread[:, 0]
+        yield "it is the mean: mean and rstd are swapped", rows.mean[:, 0]
+    if tensor in ("y", "dx", "dweight", "mean", "rstd"):
+        for sentence, mean, rstd in statistics(rows):
+            yield sentence, of_statistics(rows, tensor, mean, rstd)
+    for factor, words in ((0.0, "it is 0: not written"), (-1.0, "its sign is wrong")):
+        yield words, factor * expected
+    for factor in (2.0, 0.5):
+        yield f"it is {factor:g} times what it should be", factor * expected
+    for name, count in (("num_cols", rows.n), ("num_rows", max(1, rows.case.num_rows))):
+        if count > 2:
+            yield f"it is {name} times too large", expected * count
+            yield f"it is divided by {name}", expected / count
+
+
+def rearrangements(shape: tuple[int, ...]) -> Iterator[tuple[str, Callable]]:
+    """Wrong places of right values: a sentence, and the function of an array of this shape."""
+    last = len(shape) - 1
+    for axis, name in ((last, "column"), (0, "row"))[: len(shape)]:
+        if shape[axis] < 2:
+            continue
+        for shift, words in ((1, "before"), (-1, "after")):
+            yield (
+                f"each {name} has the values of the {name} {words} it: an index is off by one",
+                partial(np.roll, shift=shift, axis=axis),
+            )
+        yield f"the {name}s are in reverse order", partial(np.flip, axis=axis)
+    if len(shape) == 2 and 1 not in shape:
+        yield "it is transposed", lambda values: values.T.reshape(shape)
+
+
+def _of_y(rows: Rows) -> Iterator[Named]:
+    x_hat, w, bias = rows.x_hat, rows.w, rows.bias
+    has_weight, has_bias = rows.problem.weight is not None, rows.problem.bias is not None
+    if has_weight:
+        words, other = _other_centre(rows)
+        yield "the weight is missing", x_hat + bias
+        yield words, x_hat * other + bias
+        yield "the weight multiplies twice", x_hat * w**2 + bias
+        yield "the weight divides", x_hat / w + bias
+    if has_bias:
+        yield "the bias is missing", x_hat * w
+        yield "the bias is subtracted", x_hat * w - bias
+        yield "the bias is added before the weight multiplies", (x_hat + bias) * w
+    if has_weight and has_bias:
+        yield "weight and bias are missing", x_hat
+        yield "weight and bias are swapped", x_hat * bias + rows.weight
+    for shift, where in ((1, "before"), (-1, "after")):
+        words = f"weight and bias are those of the column {where}"
+        yield words, x_hat * np.roll(w, shift) + np.roll(bias, shift)
+    if rows.centered:
+        words = "x * rstd - mean stands for (x - mean) * rstd"
+        yield words, (rows.x * rows.rstd - rows.mean) * w + bias
+    for dtype in _NARROW:
+        if DTYPES[dtype].digits <= DTYPES[rows.case.dtype("y")].digits:
+            yield f"x_hat is rounded to {dtype}", round_to(x_hat, dtype) * w + bias
+
+
+def _other_centre(rows: Rows) -> Named:
+    """The weight centred at 1 in the place of 0, or the reverse."""
+    if rows.case.zero_centered_weight:
+        return "1 is not added to the zero-centred weight", rows.weight
+    return "1 is added to a weight that is not zero-centred", 1 + rows.weight
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    return values.mean(axis=1, keepdims=True)
+
+
+def _gradient(wdy: np.ndarray, x_hat: np.ndarray, rstd: np.ndarray, centered: bool) -> np.ndarray:
+    return rstd * (wdy - centered * _mean(wdy) - x_hat * _mean(wdy * x_hat))
+
+
+def _of_dx(rows: Rows) -> dict[str, np.ndarray]:
+    """Without dsum."""
+    wdy, x_hat, rstd, dy, n, w = rows.wdy, rows.x_hat, rows.rstd, rows.dy, rows.n, rows.w
+    c = rows.centered
+    of_mean, in_x_hat = _mean(wdy) * c, _mean(wdy * x_hat)
+    of_x_hat = x_hat * in_x_hat
+    right = wdy - of_mean - of_x_hat
+    made = {
+        "the term x_hat * mean(wdy * x_hat) is missing": rstd * (wdy - of_mean),
+        "the sums are not divided by num_cols": rstd * (wdy - n * of_mean - n * of_x_hat),
+        "the sum of wdy * x_hat is not divided by num_cols": rstd * (wdy - of_mean - n * of_x_hat),
+        "rstd is missing": right,
+        "rstd is squared": rstd**2 * right,
+        "the mean terms are added, not subtracted": rstd * (wdy + of_mean + of_x_hat),
+        "x_hat lacks its factor x_hat in x_hat * mean(wdy * x_hat)": rstd
+        * (wdy - of_mean - in_x_hat),
+    }
+    others = {"y": x_hat * w + rows.bias, "x": rows.x}
+    if c:
+        others["x - mean"] = rows.x - rows.mean
+        made["the term mean(wdy) is missing"] = rstd * (wdy - of_x_hat)
+        made["both mean terms are missing"] = rstd * wdy
+        words = "the sum of wdy is not divided by num_cols"
+        made[words] = rstd * (wdy - n * of_mean - of_x_hat)
+    else:
+        made["mean(wdy) is subtracted, as in LayerNorm"] = rstd * (wdy - _mean(wdy) - of_x_hat)
+    for name, other in others.items():
+        made[f"{name} stands for x_hat"] = rstd * (wdy - of_mean - other * _mean(wdy * other))
+    if rows.problem.weight is None:
+        return made
+    made["the weight multiplies twice"] = _gradient(wdy * w, x_hat, rstd, c)
+    made["dy is not multiplied by the weight"] = _gradient(dy, x_hat, rstd, c)
+    means = _mean(dy) * c + x_hat * _mean(dy * x_hat)
+    made["the means are those of dy, not of wdy = dy * weight"] = rstd * (wdy - means)
+    words, other = _other_centre(rows)
+    made[words] = _gradient(dy * other, x_hat, rstd, c)
+    for first, second, name in (
+        (w, 1, "the term mean(wdy)"),
+        (1, w, "the term x_hat * mean(wdy * x_hat)"),
+        (w, w, "both mean terms"),
+    ):
+        words = f"the weight stands twice in {name}"
+        made[words] = rstd * (wdy - first * of_mean - second * of_x_hat)
+    return made
+
+
+def _of_dweight(rows: Rows) -> Iterator[Named]:
+    dy = rows.dy
+    yield "it is dbias: the sum of dy", dy.sum(axis=0)
+    yield "x stands for x_hat", (dy * rows.x).sum(axis=0)
+    yield "dy is multiplied by the weight", (rows.wdy * rows.x_hat).sum(axis=0)
+    if rows.centered:
+        yield "x is not multiplied by rstd", (dy * (rows.x - rows.mean)).sum(axis=0)
+
+
+def _sums(terms: np.ndarray) -> Iterator[Named]:
+    """Wrong sums over rows."""
+    total = terms.sum(axis=0)
+    if len(terms) > 1:
+        for row in (len(terms) - 1, 0):
+            name = "last" if row else "first"
+            yield f"the {name} row is not summed", total - terms[row]
+    for dtype in _NARROW if len(terms) <= _MOST_STEPS else ():
+        for each in (terms, round_to(terms, dtype)):
+            yield f"it is accumulated in {dtype}", summed_in(each, dtype, 0)[0]
 
 
 # Which elements are off.

@@ -53,12 +53,6 @@ def test_what_a_library_lacks_is_not_emulated(name, norm, options, sentence):
         prepare(name, Cell(norm, "forward", "float32", 1, 8, **options), None)
 
 
-@pytest.mark.parametrize("text", ["fast: pack_size 8", "block", "block: pack_size 8", "torch"])
-def test_text_that_is_no_tile_is_refused(text):
-    with pytest.raises(ValueError, match="tile is .*expected"):
-        peers.options_of(text)
-
-
 # Calls.
 
 

@@ -32,7 +32,6 @@ from cupynorm.command_line import number, positives
         ("bench --cols 64,,", "not a whole number"),
         ("bench --direction both", "'both' is unknown; expected some of forward,backward"),
         ("bench --models gpt9", "'gpt9' is unknown"),
-        ("bench --tile fast:", "tile is 'fast:'; expected one of warp, block, cluster, uncached"),
         ("bench --peers nobody", "peers has 'nobody'; expected some of cupynorm, torch,"),
         ("bench --host --guard", "not allowed with argument"),
         (f"bench --guard {ROOT}/README.md", "README.md is no result of the benchmark"),

@@ -10,11 +10,9 @@ import pytest
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
-from cupynorm.explore.changes import changed_sources
+from cupynorm.explore.experiment import changed_sources
 from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import source_files
-from cupynorm.gpu.on_cpu import NoCompilerError
-from cupynorm.verify import kernels
 
 TWO_PASS = "centered_values[at] = values[at] - first;"
 NO_MEAN = {"statistics.cuh": [(TWO_PASS, "centered_values[at] = values[at];")]}
@@ -68,13 +66,6 @@ def test_a_folder_that_lost_a_file_is_not_used_again(tmp_path, monkeypatch):
         spoil(changed_sources(SAME) / "statistics.cuh")
         again = changed_sources(SAME)
         assert {path.name: path.read_text() for path in again.iterdir()} == texts
-
-
-def test_a_whole_source_is_a_change():
-    text = source_files()["statistics.cuh"].read_text(encoding="utf-8")
-    assert changed_sources(
-        {"statistics.cuh": text.replace(*SAME["statistics.cuh"][0])}
-    ) == changed_sources(SAME)
 
 
 def test_a_wrong_kernel_is_wrong():
@@ -190,31 +181,3 @@ def test_an_input_of_ones_own():
 def test_arguments_of_which_nothing_can_be_learnt_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         cupynorm.experiment(SAME, **{"num_cols": 64, "num_rows": 4, **options})
-
-
-def test_the_text_of_a_fault_is_escaped_in_html():
-    found = on_cpu(SAME, 64)
-    found.changed.result, found.changed.fault = None, "forward_warp<float, 3> & more"
-    assert "forward_warp&lt;float, 3&gt; &amp; more" in found._repr_html_()
-
-
-def test_without_nvrtc_it_is_said_what_the_table_lacks(monkeypatch):
-    def missing(*given):
-        raise nvrtc.MissingLibraryError("none")
-
-    monkeypatch.setattr(nvrtc, "compile_for", missing)
-    found = on_cpu(SAME, 64)
-    for text in (str(found), found._repr_html_()):
-        assert "With NVRTC (pip install nvidia-cuda-nvrtc) there are rows of registers" in text
-        assert "registers and" not in text
-
-
-@needs_nvrtc
-def test_without_a_compiler_registers_are_found_all_the_same(monkeypatch):
-    def compiled(*given):
-        raise NoCompilerError("a C++20 compiler is needed")
-
-    monkeypatch.setattr(kernels, "cpu_kernel", compiled)
-    found = on_cpu(SAME)
-    assert not found and found.shipped.registers and found.changed.registers
-    assert found.changed.fault == "a C++20 compiler is needed"

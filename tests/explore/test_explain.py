@@ -130,15 +130,3 @@ def test_an_unknown_device_has_no_roofline():
     story = explain(num_cols=1024, device=type(device)(**{**vars(device), "name": "mine"}))
     assert story.least_microseconds() is None
     assert "The peaks of mine are not known" in str(story)
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="norm is 'batch_norm'"):
-        explain(num_cols=8, norm="batch_norm")
-    with pytest.raises(ValueError, match="device is 'H300'; expected one of"):
-        explain(num_cols=8, device="H300")
-
-
-def test_the_least_time_of_few_bytes_is_not_zero():
-    assert "at least 0.028 µs" in cupynorm.explain(1000, 33, device="H200").speed()
-    assert "at least 28.0 µs" in cupynorm.explain(4096, 8192, device="H200").speed()

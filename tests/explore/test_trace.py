@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -181,39 +180,6 @@ def test_a_trace_prints_draws_and_is_pickled():
     assert axes.get_title("left") == "32 lanes ask for 512 bytes of x: 16 sectors"
     assert "lanes of the warp" in trace.waits()._repr_svg_()
     assert trace._repr_html_().count("<svg") == 2
-
-
-def test_without_matplotlib_a_page_says_what_it_takes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupynorm.explore.plots", None)
-    monkeypatch.delattr(cupynorm.explore, "plots", raising=False)
-    html = traced(num_cols=64, num_rows=2)._repr_html_()
-    assert "pip install matplotlib" in html and html.count("<table") == 1
-
-
-def test_a_bundle_is_drawn_as_one_copy_of_several_rows():
-    pytest.importorskip("matplotlib")
-    trace = traced(num_cols=33, num_rows=9)
-    image = trace.owners().axes[0].images[0].get_array()
-    assert image.shape == (8, 33, 3) and (image == 0.6).all()
-    assert "one thread asks for" in trace.lanes().axes[0].get_title("left")
-
-
-def test_another_seed_gives_another_order_of_the_same_accesses():
-    first, second = (traced(num_cols=4096, num_rows=1, seed=seed) for seed in (1, 2))
-    assert first.bytes == second.bytes
-    assert first.timeline() != second.timeline()
-    assert traced(num_cols=4096, num_rows=1, seed=1).timeline() == first.timeline()
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="norm is 'batch_norm'; expected layer_norm or rms_norm"):
-        traced(num_cols=8, norm="batch_norm")
-    with pytest.raises(ValueError, match="direction is 'up'; expected 'forward' or 'backward'"):
-        traced(num_cols=8, direction="up")
-    with pytest.raises(ValueError, match="x is 0 x 8; expected at least one element"):
-        traced(num_cols=8, num_rows=0)
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
-        traced(num_cols=8, dtype="int8")
 
 
 def test_a_tile_may_be_a_dict():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from on_cpu_calls import ROOT, instance
 
-from cupynorm.explore.changes import changed_sources
+from cupynorm.explore.experiment import changed_sources
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.nvrtc import cache_folder
 
@@ -84,7 +84,7 @@ def test_folders_of_another_user_are_refused(cache):
 def test_changed_sources_go_with_their_process_alone(cache):
     script = f"""
 import os
-from cupynorm.explore.changes import changed_sources
+from cupynorm.explore.experiment import changed_sources
 folder = changed_sources({CHANGES!r})
 if os.fork() == 0:
     raise SystemExit  # runs what is registered for the exit

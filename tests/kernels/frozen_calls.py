@@ -27,8 +27,7 @@ from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors
 from cupynorm.norm.request import Launch, of_backward
 from cupynorm.verify.cases import Case, Problem
-from cupynorm.verify.kernels import CpuMachine
-from cupynorm.verify.run import Tensors, launch_kernels, run_backward, run_forward
+from cupynorm.verify.kernels import CpuMachine, Tensors, launch_kernels, run_backward, run_forward
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_bits.csv"
 NUM_FAMILIES, CALLS_OF_A_FAMILY = 100, 5  # calls of a family share most of their kernels
@@ -166,7 +165,7 @@ def scaled_results(problem: Problem, call: dict, scale: np.ndarray | None, where
         array = PlacedArray(rows, 1, 2**62, per_row=True)
         placed.append(PlacedFunctor(functors.row_scale, (), (array,), "row_scale"))
     drop = functors.dropout(call["dropout_p"], call["seed"])
-    tensors.put_seed("dropout.seed", *drop.seeds)
+    tensors.put("dropout.seed", np.array(drop.seeds), "int64")
     placed.append(PlacedFunctor(drop.functor, drop.numbers, (), "dropout"))
     launch = Launch(case.strategy, None, case.statistics, case.sm_margin)
     run_forward(problem, tensors, launch, functors=PlacedFunctors(tuple(placed)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu.arrays import Rows
-from cupynorm.verify.run import Tensors
+from cupynorm.verify.kernels import Tensors
 
 LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "reversed")
 _GUARD, _GAP, _FILL = 256, 16, 0xFF  # bytes, elements, and the byte of a guard

@@ -11,9 +11,16 @@ from cupynorm.dispatch.problem import Tile
 from cupynorm.dtypes import compute_dtype, decode, encode
 from cupynorm.norm.request import Launch
 from cupynorm.verify.cases import Case, Problem, random_problem
-from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine, uses_welford
+from cupynorm.verify.kernels import (
+    CpuMachine,
+    GpuCheckMachine,
+    Tensors,
+    run_backward,
+    run_forward,
+    run_kernels,
+    uses_welford,
+)
 from cupynorm.verify.results import CheckResult, judge_all
-from cupynorm.verify.run import Tensors, run_backward, run_forward, run_kernels
 
 Where = CpuMachine | GpuCheckMachine
 Results = dict[str, np.ndarray]

@@ -13,8 +13,7 @@ import cupynorm
 from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
 from cupynorm.verify.cases import NORMS, Case, random_problem
-from cupynorm.verify.kernels import machine
-from cupynorm.verify.run import run_kernels
+from cupynorm.verify.kernels import machine, run_kernels
 
 LEAST = 2.0**-126  # the smallest normal float32
 

@@ -19,9 +19,8 @@ from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
 from cupynorm.verify.bounds import expect
 from cupynorm.verify.cases import NORMS, Case, Problem, random_problem
-from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine, run_kernels
 from cupynorm.verify.results import CheckResult, judge, judge_all
-from cupynorm.verify.run import run_kernels
 
 WAYS = [
     pytest.param(strategy, statistics, id=f"{strategy}-{statistics}")

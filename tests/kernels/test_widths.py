@@ -24,9 +24,8 @@ from cupynorm.dispatch.problem import Tile
 from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
 from cupynorm.verify.cases import NORMS, Case, random_problem
-from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine, run_kernels
 from cupynorm.verify.results import CheckResult, judge_all
-from cupynorm.verify.run import run_kernels
 
 ORDER = list(STRATEGIES)
 

@@ -203,5 +203,6 @@ def test_files_that_are_missing_or_unknown_are_refused(tmp_path, monkeypatch, ca
     for suffix, library in ((".pt", "torch"), (".safetensors", "safetensors")):
         (tmp_path / f"a{suffix}").write_bytes(b"")
         with monkeypatch.context() as patch:
-            patch.setitem(__import__("sys").modules, library, None)
+            for module in (library, f"{library}.torch", f"{library}.numpy"):
+                patch.setitem(__import__("sys").modules, module, None)
             assert f"pip install {library}" in refusal(tmp_path / f"a{suffix}", MissingLibraryError)

@@ -8,9 +8,8 @@ import pytest
 from cupynorm.dtypes import decode, encode
 from cupynorm.verify.bounds import expect
 from cupynorm.verify.cases import Case, Problem, random_problem
-from cupynorm.verify.kernels import CpuMachine, uses_welford
+from cupynorm.verify.kernels import CpuMachine, run_kernels, uses_welford
 from cupynorm.verify.results import judge_all
-from cupynorm.verify.run import run_kernels
 
 
 def neighbours(case: Case, mean: float, share: float) -> Problem:

@@ -12,10 +12,9 @@ from cupynorm.gpu import on_cpu
 from cupynorm.verify.bounds import expect, half_ulp
 from cupynorm.verify.cases import Case, random_problem
 from cupynorm.verify.check_function import Library
-from cupynorm.verify.kernels import CpuMachine
+from cupynorm.verify.kernels import CpuMachine, run_kernels
 from cupynorm.verify.results import CheckResult, errors_of, judge, judge_all
-from cupynorm.verify.run import run_kernels
-from cupynorm.verify.traps import default_trials, trap_trials
+from cupynorm.verify.traps import trap_trials
 
 torch = pytest.importorskip("torch")
 
@@ -49,12 +48,6 @@ def test_each_shape_dtype_and_launch_is_a_case():
     result = cupynorm.check(dtypes=["float16", "float64"], **options)
     assert result.ok and len(result.findings) == 2 * 2 * 2 * (6 + 4)
     assert len({found.case for found in result.findings}) == 2 * 8  # again with a NaN
-
-
-def test_the_default_shapes_are_those_that_usual_tiles_do_not_divide():
-    result = cupynorm.check(on="cpu")
-    assert result.ok and "64 x 768, 61 x 769, 7 x 8195" in result.checked
-    assert "on the CPU" in result.checked and result.not_covered == ["a GPU"]
 
 
 def test_a_result_says_first_what_is_wrong():
@@ -126,24 +119,12 @@ def test_the_gradients_of_float64_rows_with_a_large_mean_are_exact():
     assert np.abs(dx).max() < rstd * np.abs(problem.dy * problem.weight).max() * 2.0**-51
 
 
-def test_the_bound_of_a_narrow_y_is_hardly_more_than_half_an_ulp():
-    """float16 y of a float32 computation errs by one rounding and little more."""
-    problem = random_problem(Case("layer_norm", 8, 64, "float32", y="float16"))
-    y, allowed = expect(problem)["y"]
-    large = np.abs(y) > 0.1
-    assert (allowed[large] < np.abs(y[large]) * 2.0**-11 * 1.2).all() and (
-        allowed >= np.abs(y) * 2.0**-11
-    ).all()
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ({"norm": "batch_norm"}, "norm is 'batch_norm'; expected layer_norm or rms_norm"),
         ({"on": "tpu"}, "on is 'tpu'; expected 'gpu', 'cpu' or None"),
         ({"shapes": [(4, 0)]}, r"shapes has \(4, 0\); expected pairs"),
-        ({"shapes": [(-4, 8)]}, r"shapes has \(-4, 8\); expected pairs"),
-        ({"shapes": [(True, 8)]}, r"shapes has \(True, 8\); expected pairs"),
         ({"input": np.zeros((3, 0))}, r"input has shape \(3, 0\); expected at least one column"),
         ({"launch": "warp"}, "launch is a str; expected a cupynorm.Launch or None"),
         (
@@ -152,30 +133,18 @@ def test_the_bound_of_a_narrow_y_is_hardly_more_than_half_an_ulp():
         ),
         ({"input": np.array(1.0)}, "input has no dimension to normalise over"),
         ({"dtypes": "bfloat17"}, "dtype is 'bfloat17'; expected one of float16, bfloat16"),
-        ({"dtypes": ["int8"]}, "dtype is 'int8'; expected one of"),
         ({"dtypes": 7}, "dtypes is 7; expected a sequence of names"),
         ({"shapes": [(2,)]}, r"shapes has \(2,\); expected pairs \(num_rows, num_cols\) of ints"),
-        ({"shapes": [(2, 8.0)]}, r"shapes has \(2, 8.0\); expected pairs"),
         ({"shapes": 3}, "shapes is 3; expected a sequence of pairs"),
         ({"eps": "1e-5"}, "eps is '1e-5'; expected a real number"),
         ({"function": abs}, r"check has no function any more; expected cupynorm.check_function"),
         ({"fuse": ()}, r"check has no fuse any more; expected cupynorm.check_functor\(functor"),
-        ({"strategies": ["warp"]}, "check has no strategies any more; expected launch="),
         ({"norms": "rms_norm"}, "check got an unexpected keyword argument 'norms'"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
         cupynorm.check(**{"on": "cpu", **arguments})
-
-
-def test_one_name_is_enough():
-    options = {"library": "numpy", "shapes": [(2, 8)]}
-    found = cupynorm.check_function(lambda input: input, dtypes="float64", **options).findings
-    assert {each.case for each in found} == {
-        "layer_norm 2 x 8 float64",
-        "layer_norm 2 x 8 float64, NaN in row 1",
-    }
 
 
 @pytest.mark.slow
@@ -303,18 +272,6 @@ def test_another_eps_is_found(dtype):
     assert off((smaller, None), dtypes=[dtype]) == {"y"}
 
 
-def test_rows_that_are_special():
-    case = Case("layer_norm", 64, 768, "float32")
-    plain, broken = default_trials(case)
-    mean, std = plain.problem.x.mean(1), plain.problem.x.std(1)
-    assert (mean / std > 900).sum() == 3 and (std < 0.01).sum() == 1
-    assert np.isnan(broken.problem.x).sum() == 1 and broken.name == "NaN in row 32"
-    assert (np.abs(plain.problem.dy).max(axis=1) < 0.01).sum() == 4
-    assert len(default_trials(Case("layer_norm", 1, 768, "float32"))) == 1
-    few = default_trials(Case("layer_norm", 3, 768, "float32"))[0].problem
-    assert (few.x.mean(1) / few.x.std(1) > 900).sum() == 1
-
-
 # Traps.
 
 # T9, T14, T15 and T18 are not data of one call.
@@ -325,11 +282,6 @@ NEW = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinities
 
 def numbers_of(cases) -> set[int]:
     return {int(each.rpartition(", T")[2].split()[0]) for each in cases if ", T" in each}
-
-
-def off_of(**given) -> set[int]:
-    result = cupynorm.check(traps=True, shapes=[(4, 16)], **given)
-    return numbers_of(found.case for found in result.findings if not found.ok)
 
 
 @NEW

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from every_kernel import steps
@@ -21,8 +19,6 @@ from every_matrix import (
 from every_product import judge_product, products, run_product
 from every_quantized import (
     E4M3,
-    few_multiprocessors,
-    long_quantized,
     quantized_cases,
     run_quantized,
 )
@@ -30,46 +26,9 @@ from quantized_calls import How, judge_bytes, judge_values, run_8_bits
 from repository_files import KERNELS
 
 from cupynorm.dispatch.devices import DEVICES
-from cupynorm.dispatch.grids import reduce_matrix_launch
 from cupynorm.dispatch.problem import SCALINGS
-from cupynorm.dispatch.strategies import STRATEGIES
 from cupynorm.verify.cases import Case, random_problem
 from cupynorm.verify.kernels import CpuMachine
-
-
-class Recorder(CpuMachine):
-    """Records launches that are planned for an H200, and runs none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = DEVICES["H200"]
-        self.reached: set[tuple[str, str]] = set()
-        self.functors: set[tuple[str, str]] = set()
-        self.scalings: set[tuple[str, str, str, str]] = set()
-        self.sources: set[tuple[str, int]] = set()
-        self.reductions: set[tuple[str, str, int]] = set()
-
-    def launch(self, launch, words) -> None:
-        tile = launch.tile
-        place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
-        if tile.bundle:
-            place = f"bundles, {tile.threads_per_row} lanes a row"
-        elif tile.stages:
-            dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
-            place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
-        self.reached.add((launch.kernel.source, place))
-        functors = re.findall(r"\w*(?:Load\w*|Stores?)(?=<)", launch.kernel.name_expression)
-        self.functors |= {(launch.kernel.source, functor) for functor in functors}
-        for scaling, step in re.findall(
-            r"Scaling::(\w+), Step::(\w+)", launch.kernel.name_expression
-        ):
-            self.scalings.add((launch.kernel.source, place, scaling, step))
-        for source in re.findall(r"^quantize<(\w+)", launch.kernel.name_expression):
-            self.sources.add((source, tile.pack_size))
-        for dtype, sums_up in re.findall(
-            r"^reduce_matrix<(\w+), (\w+)", launch.kernel.name_expression
-        ):
-            self.reductions.add((dtype, sums_up, tile.pack_size))
 
 
 @pytest.mark.slow
@@ -81,62 +40,6 @@ def test_no_block_of_a_scale_is_split_within_a_cluster(num_cols):
         got, plain = run_quantized(case, How(E4M3, "block"), CpuMachine(seed=seed))
         findings = judge_bytes(case, How(E4M3, "block"), got, plain)
         assert len(findings) == 3 and all(found.ok for found in findings), findings
-
-
-@pytest.mark.slow
-def test_all_scalings_and_sources_of_8_bits_are_covered():
-    """Each scaling on each strategy, in one launch where possible and else in two."""
-    recorder = Recorder()
-    for case, quantization in quantized_cases():
-        run_quantized(case, quantization, recorder)
-    with few_multiprocessors(recorder):
-        for case, quantization in long_quantized():
-            run_quantized(case, quantization, recorder)
-    for matrix in matrices():
-        run_matrix(matrix, recorder)
-    at_once, twice = {"all"}, {"amax", "write"}
-    for name in STRATEGIES:
-        found = {key: set() for key in SCALINGS}
-        for source, _, scaling, step in recorder.scalings:
-            if source == f"forward_{name}.cu":
-                found[scaling].add(step)
-        # The lanes of a warp compute the scales of blocks in one launch. It takes two for rows in
-        # shared memory, rows that are read again, and slices that end inside a block.
-        blocks = {"warp": at_once, "uncached": twice}.get(name, at_once | twice)
-        given = at_once | {"write"}  # without an amax to record
-        assert found.pop("block64") == blocks
-        assert found == {"given": given, "tensor": twice, "row": at_once, "block": blocks}
-        functors = {
-            functor for source, functor in recorder.functors if source == f"forward_{name}.cu"
-        }
-        assert functors >= {"Load", "ResidualLoad", "SumLoad"}
-    for name, num_blocks in (("block", 1), ("cluster", 2)):
-        places = {
-            (place, scaling)
-            for source, place, scaling, _ in recorder.scalings
-            if source == f"forward_{name}.cu"
-        }
-        assert places >= {
-            (f"ring of __nv_bfloat16, {num_blocks} blocks a row", each)
-            for each in ("given", "tensor")
-        }
-        assert places >= {("shared memory or nowhere", each) for each in SCALINGS}
-    assert {each.scaling for each in matrices()} == {"given", "tensor"}
-    packs = {
-        name: {pack for source, pack in recorder.sources if source == name}
-        for name, _ in recorder.sources
-    }
-    assert packs.keys() == {"ScaledSource", "NormalizedSource", "BytesSource"}
-    assert packs["ScaledSource"] == {1, 2, 4, 8} and packs["BytesSource"] == {1, 2, 4, 8, 16}
-    assert packs["NormalizedSource"] >= {1, 2, 8}
-    for norm in (None, "layer_norm", "rms_norm"):
-        extents = [
-            (each.num_rows % 16, each.num_cols % 128) for each in matrices() if each.norm == norm
-        ]
-        # Columns written by 16 bytes and by single bytes, and squares that are not full.
-        assert {rows == 0 for rows, _ in extents} == {True, False} and any(
-            rows and cols for rows, cols in extents
-        )
 
 
 def spoilt(got: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
@@ -219,26 +122,6 @@ def test_a_wrong_byte_of_a_matrix_is_found(matrix):
             )
 
 
-def test_all_kinds_of_reductions_are_covered():
-    """Each dtype with and without sums, each pack size, and one or several slabs."""
-    recorder = Recorder()
-    for reduction in reductions():
-        run_reduction(reduction, recorder)
-    assert {(dtype, sums_up) for dtype, sums_up, _ in recorder.reductions} == {
-        (dtype, sums_up)
-        for dtype in ("__nv_bfloat16", "__half", "float", "double")
-        for sums_up in ("true", "false")
-    }
-    assert {pack for _, _, pack in recorder.reductions} == {1, 2, 4, 8}
-    slabs = [
-        (reduction, *reduce_matrix_launch(DEVICES["H200"], *reduction[:3], 8, "float32")[1:])
-        for reduction in reductions()
-    ]
-    counts = {num_slabs for _, num_slabs, _ in slabs}
-    assert 1 in counts and max(counts) > 2
-    assert any(reduction.num_rows % rows_of_slab for reduction, _, rows_of_slab in slabs)
-
-
 @pytest.mark.parametrize("reduction", reductions(), ids=str)
 def test_a_wrong_reduction_is_found(reduction):
     got, given = run_reduction(reduction, CpuMachine())
@@ -274,14 +157,19 @@ def test_a_wrong_product_is_found(kind):
 def test_every_source_is_run():
     """Those of functors are a user's own."""
 
-    class Both(Recorder):
-        def launch(self, launch, words) -> None:
-            super().launch(launch, words)
-            CpuMachine.launch(self, launch, words)
+    reached = set()
 
-    recorder, both = Recorder(), Both()
+    class Recorder(CpuMachine):
+        runs = True
+
+        def launch(self, launch, words) -> None:
+            reached.add(launch.kernel.source)
+            if self.runs:
+                super().launch(launch, words)
+
+    recorder = Recorder(DEVICES["H200"])
     for step in steps():
-        compares = any(each in step.name for each in ("_run_shared", "few, res"))
-        step.run(both if compares else recorder)  # compares: with what was computed
-    reached = {source for source, _ in recorder.reached | both.reached}
+        # Some steps compare with what was computed.
+        recorder.runs = any(each in step.name for each in ("_run_shared", "few, res"))
+        step.run(recorder)
     assert reached == {path.name for path in KERNELS} - {"apply_functor.cu"}
