@@ -93,3 +93,20 @@ def test_a_training_step_in_a_graph(num_cols, dtype):
                 and expected.abs().max() > 1
             )
     assert all((other == 7).all() for other in others)
+
+
+@pytest.mark.gpu
+def test_make_graphed_callables():
+    """torch captures forward and backward of a module, which an eager step then replays."""
+    plain = normed(1024, torch.bfloat16)
+    sample = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(plain), (sample,))
+    for seed in range(3):
+        x, dy = (random_input(64, 1024, seed=seed + at).to("cuda", sample.dtype) for at in (0, 10))
+        right = eager_step(plain, x, dy)
+        graphed.zero_grad(set_to_none=True)
+        y = graphed(x.requires_grad_())
+        y.backward(dy)
+        got = [y, x.grad, *(parameter.grad for parameter in graphed.parameters())]
+        for one, expected in zip(got, right, strict=True):
+            assert torch.equal(one, expected) and expected.abs().max() > 1
