@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .dispatch.functor_text import Functor as Functor
     from .dispatch.functor_text import FunctorError as FunctorError
     from .dispatch.functor_text import functor as functor
-    from .dispatch.plans import plan as plan
-    from .dispatch.plans import use_tiles as use_tiles
     from .dispatch.problem import Tile as Tile
     from .dispatch.strategies import STRATEGIES as STRATEGIES
     from .explore.experiment import Experiment as Experiment
@@ -55,6 +53,8 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .norm.request import Launch as Launch
     from .norm.request import Quantize as Quantize
     from .parallel.module import LayerNormLinear as LayerNormLinear
+    from .plans import plan as plan
+    from .plans import use_tiles as use_tiles
     from .verify.check import check as check
     from .verify.check_function import check_function as check_function
     from .verify.check_functor import check_functor as check_functor
@@ -75,7 +75,7 @@ _WITHOUT_TORCH = {
     "dispatch.devices": "DEVICES Device",
     "dispatch.dispatch": "Plan",
     "dispatch.functor_text": "functor Functor FunctorError",
-    "dispatch.plans": "plan use_tiles",
+    "plans": "plan use_tiles",
     "dispatch.problem": "Tile",
     "dispatch.strategies": "STRATEGIES",
     "verify.check": "check",

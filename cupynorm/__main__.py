@@ -11,9 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import __version__
+from . import __version__, plans
 from .bench import bench_command
-from .dispatch import plans
 from .dispatch.devices import Device
 from .gpu import launch, on_cpu
 from .gpu.nvrtc import MissingLibraryError, has_gpu

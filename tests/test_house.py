@@ -25,9 +25,11 @@ from repository_files import (
 )
 
 # From the bottom up: a module imports from its own folder or from those before it.
-HOUSE = ("dtypes", "command_line", "table", "dispatch", "gpu", "norm", "functors", "nn")
+HOUSE = ("dtypes", "command_line", "table", "dispatch", "gpu", "norm", "plans", "functors", "nn")
 HOUSE += ("linear", "parallel", "functional", "verify", "bench", "explore", "__main__")
 BELOW_ALL = {"reference", "data", "__version__", ""}
+# torch.fx records a module's call as one of cupynorm.layer_norm, so the module must call that.
+UPWARD = {"nn/modules imports cupynorm.functional"}
 TORCH = {"nn", "linear", "parallel", "bench"}  # import torch at module level
 
 
@@ -77,7 +79,7 @@ def test_imports_of_every_kind_are_seen(tmp_path):
 
 
 def test_arrows_go_one_way():
-    upward = []
+    upward = set()
     for name in MODULES.keys() - {"__init__"}:
         own = folder_of(name)
         assert own in HOUSE, f"say in HOUSE where cupynorm/{name}.py stands"
@@ -87,8 +89,8 @@ def test_arrows_go_one_way():
             if package == "cupynorm" and other not in BELOW_ALL:
                 assert other in HOUSE, f"{name} imports {imported}, which is not in HOUSE"
                 if HOUSE.index(other) > HOUSE.index(own):
-                    upward.append(f"{name} imports {imported}")
-    assert not upward
+                    upward.add(f"{name} imports {imported}")
+    assert upward == UPWARD
 
 
 def test_modules_do_not_import_in_circles():
@@ -283,7 +285,7 @@ def test_sources_are_formatted_and_linted(tmp_path):
     assert complaint("clang-format", "--dry-run", "-Werror", str(wrong))
     assert not complaint("clang-format", "--dry-run", "-Werror", *map(str, SOURCES))
     files = list(map(str, PYTHON))
-    assert not complaint("ruff", "verify", "--no-cache", *files)
+    assert not complaint("ruff", "check", "--no-cache", *files)
     assert not complaint("ruff", "format", "--check", "--no-cache", *files)
 
 

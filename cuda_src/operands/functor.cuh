@@ -1,6 +1,6 @@
 // functor.cuh -- a user's own element-wise functor in the loads and stores of forward
 //
-// The user's lines become a struct that is compiled with the kernel (cupynorm/dispatch/functors.py):
+// The user's lines become a struct that is compiled with the kernel (dispatch/functor_text.py):
 //   apply(row, col, values, other)   values = f(values), a pack in the compute type; other(col) is
 //                                    the value of another column of the row, before f
 // Its gradient: functor_gradient.cuh.

@@ -1,6 +1,6 @@
 // functor_gradient.cuh -- the gradient of a user's own functor, in the loads and stores of backward
 //
-// The user's lines become a struct that is compiled with the kernel (cupynorm/dispatch/functors.py):
+// The user's lines become a struct that is compiled with the kernel (dispatch/functor_text.py):
 //   apply(row, col, values, gradients, other, other_gradient)   values: what f was applied to, a
 //       pack; gradients: of f's result, and on return of f's argument. It also writes the gradients
 //       of f's arrays, if `writes`. Several threads may write the same values to one place.

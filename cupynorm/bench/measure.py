@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..dispatch.plans import plan
 from ..gpu import launch, nvrtc
 from ..gpu.nvrtc import environment, has_gpu
 from ..nn import modules
+from ..plans import plan
 from .cells import COPY, EPS, OURS, Cell, LinearCell, cells
 from .peers import (
     PEERS,

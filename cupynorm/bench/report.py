@@ -300,6 +300,7 @@ def rewrite_table(path: Path, table: str, name: str = "bench") -> None:
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (6, 2)))
+TICKS = (64, 512, 4096, 32768, 262144)  # of the README's chart
 GUIDE = {"color": "#666666", "linestyle": (0, (2, 2)), "linewidth": 1.0}  # a limit, or a theory
 STYLE = {  # small text, no frame, the same file for the same data
     "font.size": 9,
@@ -352,19 +353,30 @@ def draw_speeds(
 
 
 def chart(result: BenchResult, path: Path) -> None:
-    """Draws GB/s over num_cols of the first norm and dtype: forward above backward, as SVG."""
+    """Draws GB/s over num_cols of the first norm and dtype, as SVG that a telephone can show.
+
+    Forward is above backward. Our line is the thick one, and the first of the legend.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     panels = replace(result, measurements=result.first_family()).tables()
-    with rc_context(STYLE | {"font.size": 13, "axes.titlesize": 13, "legend.fontsize": 12}):
-        figure = Figure(figsize=(7, 2.8 * len(panels) + 0.8), layout="constrained")
+    with rc_context(STYLE | {"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 12}):
+        figure = Figure(figsize=(5.4, 2.2 * len(panels) + 1.1), layout="constrained")
         drawn: dict[str, Any] = {}
         for at, (title, measurements) in enumerate(panels.items()):
             axes = figure.add_subplot(len(panels), 1, at + 1)
             drawn |= draw_speeds(axes, measurements, result.libraries)
-            axes.set(title=title, xlabel="columns of a row", ylabel="GB/s")
-        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=3)
+            axes.set(title=title, ylabel="GB/s")
+            widths = [each.cell.num_cols for each in measurements]
+            ticks = [cols for cols in TICKS if min(widths) <= cols <= max(widths)]
+            axes.set_xticks(ticks, [f"{cols:,}" for cols in ticks])
+        axes.set_xlabel("columns of a row (hollow: odd widths)")
+        names = [name for name in drawn if not name.endswith("odd widths")]
+        names.sort(key=lambda name: name != "this library")
+        labels = ["cupynorm, this library" if name == "this library" else name for name in names]
+        lines = [drawn[name] for name in names]
+        figure.legend(lines, labels, loc="outside lower center", ncols=2)
         figure.savefig(path, metadata={"Date": None}, facecolor="white")
 
 

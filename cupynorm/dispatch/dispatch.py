@@ -1,7 +1,7 @@
 """Which kernel, tile and grid a problem gets. Pure Python, no GPU needed.
 
-The table STRATEGIES (strategies.py) is read from top to bottom. The first strategy wins that is wide
-enough for the row and that no later one beats; the last takes any row.
+The table STRATEGIES (strategies.py) is read from top to bottom. The first strategy wins that is
+wide enough for the row and that no later one beats; the last takes any row.
 num_rows changes the grid, and for few rows how many threads share a row. It never changes a bit of
 a row's results.
 """

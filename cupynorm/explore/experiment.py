@@ -25,7 +25,6 @@ from ..bench.timer import Runner, Timer, take_turns
 from ..dispatch.devices import DEVICES
 from ..dispatch.dispatch import Plan
 from ..dispatch.instances import Launch
-from ..dispatch.plans import full_name, plan
 from ..dispatch.problem import Direction, NormName, Tile
 from ..dispatch.strategies import StatisticsName, StrategyName
 from ..dtypes import decode, encode
@@ -34,6 +33,7 @@ from ..gpu.arrays import type_in_words
 from ..gpu.nvrtc import folder_of_process, is_private, source_files
 from ..gpu.on_cpu import OnCpuError
 from ..norm.request import tile_of
+from ..plans import full_name, plan
 from ..table import as_html, as_text
 from ..verify import kernels
 from ..verify.cases import NORMS, Case, Problem, random_problem

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from ..dispatch.devices import Device
 from ..dispatch.dispatch import Plan, widest
 from ..dispatch.instances import Launch
-from ..dispatch.plans import device_of, full_name, plan
 from ..dispatch.problem import Direction, NormName, Tile
 from ..dispatch.strategies import STRATEGIES, StatisticsName, StrategyName
 from ..dtypes import DTYPES, ELEMENTS
 from ..gpu import nvrtc, on_cpu
 from ..gpu.nvrtc import cuda_src
+from ..plans import device_of, full_name, plan
 from ..table import as_html, as_text
 from ..verify.cases import NORMS
 from .trace import Trace, drawn, trace

@@ -17,12 +17,12 @@ import numpy as np
 from ..dispatch.devices import Device
 from ..dispatch.dispatch import Plan
 from ..dispatch.instances import Launch
-from ..dispatch.plans import full_name, plan
 from ..dispatch.problem import Direction, NormName, Tile
 from ..dispatch.strategies import StatisticsName, StrategyName
 from ..gpu import on_cpu
 from ..norm.checks import names_what_was_removed
 from ..norm.request import tile_of
+from ..plans import full_name, plan
 from ..table import as_html, as_text
 from ..verify.cases import NORMS, Case, random_problem
 from ..verify.check_functor import Given, random_functor_problem, run_with_functor, with_kinds

@@ -179,13 +179,13 @@ class LinearLayer(torch.nn.Module):
     def _check_in_fp8(self, operands: Operands, options: LinearOptions) -> None:
         """Raises for a call that cannot be in 8 bits, before it changes any scale."""
         _refuse_transforms(operands)
-        if not by_torch.is_any_dtensor(operands.input):
-            arrays.check_addresses(input=operands.input)  # also refuses sparse ones
         if modes.is_recorded():
             raise NotImplementedError(
                 "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "
                 "it outside"
             )
+        if not by_torch.is_any_dtensor(operands.input):
+            arrays.check_addresses(input=operands.input)  # also refuses sparse ones
         if is_fused(self.fused):
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if operands.input.dtype == torch.float64:

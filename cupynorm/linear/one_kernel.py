@@ -5,8 +5,9 @@ norm_linear.cu      many rows: y = rstd * (x folded^T - mean * sums) + bias, whe
                     multiply x itself by the weight with the norm's weight folded into it, while
                     other warps compute the statistics. Each call folds (fold_weight.cu).
 
-fused="kernel" names them. By default plan.product_plan chooses: one or two rows without gradients,
-and many rows where a fold in each call is measured to be faster. Other calls take the plain path.
+fused="kernel" names them. By default dispatch/product_plan.py chooses: one or two rows without
+gradients, and many rows where a fold in each call is measured to be faster. Other calls take the
+plain path.
 
 The fold is rounded once, to the dtype of the weight. Its rows are centered, so that in exact
 arithmetic sums would be 0 and the mean would cancel. Rounding leaves non-zero sums, which are
@@ -75,7 +76,7 @@ def find(operands: Operands, options: LinearOptions, purpose: str) -> Found | No
         (options.centered, options.zero_centered_weight),
         is_named,
         residual is not None,
-        max(margin_of(options.launch, kind) for kind in ("forward", "inference")),
+        sm_margin=max(margin_of(options.launch, kind) for kind in ("forward", "inference")),
     )
 
 
@@ -116,6 +117,7 @@ def _loaded(
     flags: tuple[bool, bool],
     is_named: bool,
     has_residual: bool,
+    *,
     sm_margin: int,
 ) -> Found | None:
     """sizes: num_rows, in_features, out_features. dtypes: of x, norm_weight and norm_bias.

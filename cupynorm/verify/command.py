@@ -14,10 +14,10 @@ from tqdm import tqdm
 from .. import __version__
 from ..command_line import Appended, Commands, finite, number, positive, several
 from ..dispatch.devices import Device
-from ..dispatch.plans import plan
 from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
 from ..gpu import nvrtc, on_cpu
+from ..plans import plan
 from ..table import as_text
 from . import activations, check, kernels
 from .cases import DIRECTIONS, NORMS, Case

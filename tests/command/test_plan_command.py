@@ -4,7 +4,8 @@ import pytest
 from command_runs import call
 
 from cupynorm import __main__ as command
-from cupynorm.dispatch import dispatch, plans
+from cupynorm import plans
+from cupynorm.dispatch import dispatch
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.strategies import STRATEGIES
 from cupynorm.dtypes import DTYPES

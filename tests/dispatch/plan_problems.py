@@ -6,18 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cupynorm.dispatch.devices import DEVICES, Device
-from cupynorm.dispatch.problem import Layout, Problem, Tile
+from cupynorm.dispatch.measured import Row
+from cupynorm.dispatch.problem import SCALINGS, Layout, Problem, Tile
 from cupynorm.dispatch.strategies import STRATEGIES
+from cupynorm.dtypes import DTYPES
 
 CUDA_SRC = Path(__file__).parents[2] / "cuda_src"
-
-
 TABLE = tuple(STRATEGIES)
-
-
 GPUS = ("A100", "RTX 4090", "H100", "H200", "B200")
-
-
 DIRECTIONS = ("forward", "backward")
 
 
@@ -31,6 +27,30 @@ def problem_of(
     return Problem(
         direction, num_cols=num_cols, x=dtype, **({"centered": True} | tensors | changes)
     )
+
+
+def problem_of_row(row: Row, norm: str, dtype: str, num_cols: int) -> Problem:
+    """A problem of the class of a row of a data file, as large as possible: with all parameters."""
+    first, *words = row.kind.split()
+    layout = Layout(int(first) // DTYPES[dtype].itemsize, contiguous=True)
+    wide = "float32" if "wide" in words else dtype
+    bias = wide if norm == "layer_norm" else None
+    named = {"weight": wide}
+    if row.direction == "forward":
+        scaling = next((word for word in words if word in SCALINGS), None)
+        named |= {"y": "float8_e4m3fn" if scaling else dtype, "bias": bias, "scaling": scaling}
+        named |= {"residual": "residual" in words, "amax": "amax" in words}
+    else:
+        named |= {"dy": dtype, "dx": dtype, "dweight": wide, "dbias": bias}
+        named["dsum"] = dtype if "dsum" in words else None
+    return Problem(row.direction, norm == "layer_norm", num_cols, dtype, layout, **named)
+
+
+def widths_of_row(row: Row) -> list[int]:
+    """Widths of a row's class at its ends and between them."""
+    step = max(row.step, int(row.kind.split()[0]) // DTYPES[row.dtype.split("|")[0]].itemsize)
+    first, last = -(-row.from_cols // step) * step, row.to_cols // step * step
+    return sorted({first, last, (first + last) // 2 // step * step, min(first + step, last)} - {0})
 
 
 def without_file(name: str) -> Device:

@@ -14,10 +14,10 @@ from cupynorm.dispatch.devices import DEVICES, Device, device_like
 from cupynorm.dispatch.dispatch import choose, make_plan, widest
 from cupynorm.dispatch.grids import fetches_ahead
 from cupynorm.dispatch.instances import Choice
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
+from cupynorm.plans import plan
 
 
 def problem_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Problem:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cupynorm.dispatch.plans import plan
+from cupynorm.plans import plan
 
 FILE = Path(__file__).parents[1] / "data" / "golden_plans.csv"
 GPUS = ("A100", "RTX 4090", "H200", "B200")

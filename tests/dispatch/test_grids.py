@@ -11,9 +11,9 @@ from plan_problems import DIRECTIONS, GPUS, pack_limit, problem_of
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose, make_plan
 from cupynorm.dispatch.grids import queued_bundles
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import Layout, Tile, ceil_div
 from cupynorm.dtypes import DTYPES
+from cupynorm.plans import plan
 
 
 def test_reason_of_a_plan_names_the_lanes_of_few_rows():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from plan_problems import pack_limit
 
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import Layout, Tile
+from cupynorm.plans import plan
 
 
 def test_pack_limit():

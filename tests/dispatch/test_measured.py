@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plan_problems import problem_of_row, widths_of_row
 
 import cupynorm
-from cupynorm.dispatch import measured, plans
+from cupynorm import plans
+from cupynorm.dispatch import measured
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.measured import (
@@ -23,61 +25,16 @@ from cupynorm.dispatch.measured import (
     tile_of,
     write_rows,
 )
-from cupynorm.dispatch.plans import plan
-from cupynorm.dispatch.problem import PATHS_OF_STRATEGY, Layout, Problem, Tile
+from cupynorm.dispatch.problem import PATHS_OF_STRATEGY, Layout, Tile
 from cupynorm.gpu import on_cpu
 from cupynorm.norm import prepared
+from cupynorm.plans import plan
 from cupynorm.verify.cases import Case, random_problem
 from cupynorm.verify.kernels import CpuMachine, run_kernels
 from cupynorm.verify.results import judge_all
 
 FOLDER = Path(cupynorm.__file__).parent / "dispatch"
 E4M3 = "float8_e4m3fn"
-
-
-def problem_of(row: measured.Row, norm: str, dtype: str, num_cols: int) -> Problem:
-    """A problem of a row's class, as large as possible: with all parameters."""
-    first, _, *words = row.kind.split()
-    size = 2 if dtype in ("bfloat16", "float16") else 4
-    layout = Layout(int(first) // size, contiguous=True)
-    wide = "float32" if "wide" in words else dtype
-    bias = wide if norm == "layer_norm" else None
-    scaling = next((word for word in words if word in ("given", "tensor", "row", "block")), None)
-    if row.direction == "forward":
-        return Problem(
-            "forward",
-            norm == "layer_norm",
-            num_cols,
-            dtype,
-            layout,
-            y=E4M3 if scaling else dtype,
-            weight=wide,
-            bias=bias,
-            residual="residual" in words,
-            scaling=scaling,
-            amax="amax" in words,
-        )
-    return Problem(
-        "backward",
-        norm == "layer_norm",
-        num_cols,
-        dtype,
-        layout,
-        dy=dtype,
-        dx=dtype,
-        weight=wide,
-        dweight=wide,
-        dbias=bias,
-        dsum=dtype if "dsum" in words else None,
-    )
-
-
-def widths_of(row: measured.Row) -> list[int]:
-    """Widths of a row's class at its ends and between them."""
-    size = 2 if row.dtype.split("|")[0] in ("bfloat16", "float16") else 4
-    step = max(row.step, int(row.kind.split()[0]) // size)
-    first, last = -(-row.from_cols // step) * step, row.to_cols // step * step
-    return sorted({first, last, (first + last) // 2 // step * step, min(first + step, last)} - {0})
 
 
 ROWS = read_rows(FOLDER / "h200.csv")
@@ -90,8 +47,8 @@ def test_every_row_is_a_range_that_is_worth_its_line_and_fits():
         assert row.from_cols < row.to_cols and row.gain >= 0.02 and row.date, row
         assert row.path in PATHS_OF_STRATEGY[row.strategy]
         for _, norm, dtype, kind in row.keys:
-            for num_cols in widths_of(row):
-                problem = problem_of(row, norm, dtype, num_cols)
+            for num_cols in widths_of_row(row):
+                problem = problem_of_row(row, norm, dtype, num_cols)
                 assert class_of(problem) == kind and row.holds(num_cols), (row, num_cols)
                 for device in FILES["h200.csv"]:
                     # raises where it does not fit
@@ -117,7 +74,7 @@ def test_rows_are_written_as_they_are_read(tmp_path):
     write_rows(tmp_path / "h200.csv", ROWS)
     assert (tmp_path / "h200.csv").read_text() == (FOLDER / "h200.csv").read_text()
     first = ROWS[0]
-    problem = problem_of(first, *first.keys[0][1:3], widths_of(first)[0])
+    problem = problem_of_row(first, *first.keys[0][1:3], widths_of_row(first)[0])
     found = {"step": first.step, "gain": first.gain, "date": first.date}
     ends = first.from_cols, first.to_cols
     made = row_for(problem, first.strategy, first.tile(problem), *ends, **found)
@@ -126,7 +83,7 @@ def test_rows_are_written_as_they_are_read(tmp_path):
 
 def test_reason_of_a_plan_names_the_table():
     for row in [row for row in ROWS if row.direction == "forward"][:50]:
-        problem = problem_of(row, *row.keys[0][1:3], widths_of(row)[0])
+        problem = problem_of_row(row, *row.keys[0][1:3], widths_of_row(row)[0])
         assert choose(problem, DEVICES["H200"]).reason == "measured, in h200.csv"
         assert not choose(problem, DEVICES["B200"]).reason.startswith("measured")
 
@@ -167,7 +124,7 @@ def test_classes():
 
 def test_rows_with_gaps_take_no_bundle_of_a_file():
     row = next(row for row in ROWS if row.path == "bundle")
-    problem = problem_of(row, *row.keys[0][1:3], widths_of(row)[0])
+    problem = problem_of_row(row, *row.keys[0][1:3], widths_of_row(row)[0])
     apart = replace(problem, layout=replace(problem.layout, contiguous=False))
     assert tile_of([row], problem, DEVICES["H200"]) and not tile_of([row], apart, DEVICES["H200"])
 
@@ -176,7 +133,7 @@ def test_long_threads_want_all_parameters():
     rows = [row for row in ROWS if row.direction == "forward" and row.path == "registers"]
     found = 0
     for row in rows:
-        problem = problem_of(row, *row.keys[0][1:3], widths_of(row)[0])
+        problem = problem_of_row(row, *row.keys[0][1:3], widths_of_row(row)[0])
         bare = replace(problem, weight=None, bias=None)
         long = row.tile(problem).elements > 64
         found += long
@@ -290,7 +247,7 @@ def test_without_a_gpu_a_data_file_is_for_any_device(own, monkeypatch):
     monkeypatch.setattr(plans, "present", list)
     cupynorm.use_tiles(FOLDER / "h200.csv")
     row = next(row for row in ROWS if row.path == "ring" and row.direction == "forward")
-    problem = problem_of(row, *row.keys[0][1:3], widths_of(row)[0])
+    problem = problem_of_row(row, *row.keys[0][1:3], widths_of_row(row)[0])
     found = choose(problem, DEVICES["B200"])
     assert (found.tile, found.reason) == (row.tile(problem), "from h200.csv")
     assert not choose(problem, DEVICES["A100"]).reason.startswith("from")

@@ -11,9 +11,9 @@ from plan_problems import problem_of
 import cupynorm
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose, widest
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import Layout, Tile
 from cupynorm.gpu import nvrtc
+from cupynorm.plans import plan
 
 TILES = {
     "WARP": Tile(pack_size=8, threads_per_row=32, packs_per_thread=4, rows_per_block=4),

@@ -11,8 +11,8 @@ from plan_problems import CUDA_SRC, DIRECTIONS, TABLE, problem_of
 
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import make_plan
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import PATHS, PATHS_OF_STRATEGY, Tile
+from cupynorm.plans import plan
 
 
 def test_tile_is_read_back_from_its_text():

@@ -2,7 +2,7 @@
 of spills and instructions, for three architectures. A change that should not touch them shows here.
 
 After an intended change write tests/data/frozen_kernels.csv again, which takes some minutes:
-PYTHONPATH=.:tests/gpu python tests/gpu/frozen_kernels.py
+PYTHONPATH=.:tests/gpu:tests/dispatch python tests/gpu/frozen_kernels.py
 
 The figures are those of one version of NVRTC, which is in the first line of the file. A kernel is
 named by the problem that it is planned for, and not by its template arguments, which may change.
@@ -21,28 +21,18 @@ from typing import NamedTuple
 import kernel_grid as grid
 
 from cupynorm.dispatch.devices import DEVICES
-from cupynorm.dispatch.dispatch import make_plan
 from cupynorm.dispatch.instances import Kernel
-from cupynorm.dispatch.plans import plan
-from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.gpu import nvrtc
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_kernels.csv"
 GPUS = {80: "A100", 90: "H200", 100: "B200"}
 NUM_ROWS = (16, 4096)
-BATCH = 12
-# Those of kernel_grid.py that stay: no y that is normalised again, no rows beyond 300,000 columns.
-_GOING = ("recomputed",)
 
 
 class Figures(NamedTuple):
     registers: int
     spilled_bytes: int
     instructions: int
-
-
-def _stays(problem: dict) -> bool:
-    return not any(name in problem for name in _GOING)
 
 
 def problems(compute_capability: int) -> Iterator[tuple[dict, int]]:
@@ -56,24 +46,17 @@ def problems(compute_capability: int) -> Iterator[tuple[dict, int]]:
         some += [
             (grid.RING_PROBLEMS, grid.RING_WIDTHS),
             (grid.BUNDLE_PROBLEMS, grid.BUNDLE_WIDTHS[::2]),
-            (grid.TUNED_PROBLEMS, grid.TUNED_WIDTHS[::2]),
-            (grid.TUNED_QUANTIZED_PROBLEMS, grid.TUNED_QUANTIZED_WIDTHS[::3]),
         ]
-    for of_kind, widths in some:
-        for problem, num_cols in itertools.product(filter(_stays, of_kind), widths):
-            if num_cols <= 262144:
-                yield problem, num_cols
+        yield from grid.problems_of_rows()[::6]
+    for pairs in some:
+        yield from itertools.product(*pairs)
 
 
 def kernels(compute_capability: int) -> dict[str, Kernel]:
     """By problem; of problems with the same kernel the first alone."""
     device, found, seen = DEVICES[GPUS[compute_capability]], {}, set()
     for (problem, num_cols), num_rows in itertools.product(problems(compute_capability), NUM_ROWS):
-        if "x" in problem:
-            fields = {"centered": True, "layout": Layout.of_new_arrays(num_cols), **problem}
-            made = make_plan(Problem(num_cols=num_cols, **fields), device, num_rows)
-        else:
-            made = plan(num_cols, num_rows, device=device, **problem)
+        made = grid.plan_of(problem, num_cols, num_rows, device)
         words = " ".join(f"{name}={value}" for name, value in problem.items())
         for launch in made.launches:
             if launch.kernel not in seen:
@@ -84,27 +67,12 @@ def kernels(compute_capability: int) -> dict[str, Kernel]:
 
 
 def figures(batch: list[Kernel], compute_capability: int) -> list[Figures]:
-    """Of kernels of one source, which are compiled together."""
-    from cupy.cuda import get_cuda_path
-    from cupy_backends.cuda.libs import nvrtc as library
-
-    flags = [*nvrtc.options(), "-ftz=true", f"-arch=sm_{compute_capability}", "-Xptxas=-v"]
-    flags += ["-no-cache"] if nvrtc.version() >= (12, 9) else []
-    program = library.createProgram(nvrtc.source(batch[0]), "instances.cu", (), ())
-    try:
-        for kernel in batch:
-            library.addNameExpression(program, kernel.name_expression)
-        library.compileProgram(program, [*flags, *nvrtc._include_options(get_cuda_path())])
-        counts = instructions_by_name(library.getCUBIN(program))
-        reports = library.getProgramLog(program).split("Compiling entry function '")[1:]
-        used = {each.partition("'")[0]: nvrtc._resources(each) for each in reports}
-        names = [library.getLoweredName(program, kernel.name_expression) for kernel in batch]
-        return [
-            Figures(used[name].registers, used[name].spill_store_bytes, counts[name])
-            for name in names
-        ]
-    finally:
-        library.destroyProgram(program)
+    cubin, found = grid.compiled(batch, compute_capability)
+    counts = instructions_by_name(cubin)
+    return [
+        Figures(used.registers, used.spill_store_bytes, counts[name])
+        for name, used in found.values()
+    ]
 
 
 def instructions_by_name(cubin: bytes) -> dict[str, int]:
@@ -128,15 +96,9 @@ def instructions_by_name(cubin: bytes) -> dict[str, int]:
 
 
 def batches(named: dict[str, Kernel]) -> list[dict[str, Kernel]]:
-    """Kernels of one source text each, at most BATCH together."""
-    by_source: dict[str, list[str]] = {}
-    for name, kernel in named.items():
-        by_source.setdefault(nvrtc.source(kernel), []).append(name)
-    return [
-        {name: named[name] for name in names[at : at + BATCH]}
-        for names in by_source.values()
-        for at in range(0, len(names), BATCH)
-    ]
+    """Those that are compiled together, by name."""
+    name_of = {kernel: name for name, kernel in named.items()}
+    return [{name_of[each]: each for each in batch} for batch in grid.batches(name_of)]
 
 
 def _rows(work: tuple[dict[str, Kernel], int]) -> list[tuple]:

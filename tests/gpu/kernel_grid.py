@@ -9,15 +9,20 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import fields
 from functools import cache
+from pathlib import Path
+
+from plan_problems import problem_of_row, widths_of_row
 
 from cupynorm import functors
+from cupynorm.dispatch import measured
 from cupynorm.dispatch.devices import DEVICES, Device
-from cupynorm.dispatch.dispatch import make_plan
+from cupynorm.dispatch.dispatch import Plan, make_plan
 from cupynorm.dispatch.functor_text import Fused, FusedPart
 from cupynorm.dispatch.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from cupynorm.dispatch.instances import Kernel, Launch
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import SCALINGS, Layout, Problem
 from cupynorm.dispatch.product_plan import DTYPES as PRODUCT_DTYPES
 from cupynorm.dispatch.product_plan import (
@@ -28,12 +33,16 @@ from cupynorm.dispatch.product_plan import (
     product_launch,
 )
 from cupynorm.dtypes import DTYPES, FLOAT8S
+from cupynorm.gpu import nvrtc
+from cupynorm.gpu.nvrtc import Resources
+from cupynorm.plans import plan
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
 HAS_TIME = os.cpu_count() >= 8
 # sm_80 and sm_90 stand for GPUs without and with clusters: they get all of the grid.
 FULL = (80, 90) if HAS_TIME else ()
 E4M3, E5M2 = FLOAT8S
+BATCH = 12
 
 # A problem is a dict: arguments of plan() or, if it has an "x", fields of a Problem.
 
@@ -198,54 +207,24 @@ QUANTIZED_WIDTHS = (1, 33, 40, 255, 768, 999, 1536, 2048, 4096, 6144, 8192, 1331
 QUANTIZED_WIDTHS += (65536, 200000)
 FEWER_QUANTIZED_WIDTHS = (255, 1536, 65536, 66000)
 
-# Tiles that only an H200 has: long threads of wide 16-bit rows, two blocks of float32 rows, single
-# elements in lanes and in small rings, 32-bit weights in lanes.
-TUNED_PROBLEMS = [
-    {"dtype": "bfloat16", "norm": "layer_norm"},
-    {"dtype": "float16", "norm": "layer_norm"},
-    {"dtype": "bfloat16", "norm": "rms_norm"},
-    {"dtype": "bfloat16", "norm": "layer_norm", "zero_centered_weight": True},
-    {"dtype": "float32", "norm": "layer_norm"},
-    {"dtype": "float32", "norm": "rms_norm"},
-    {"dtype": "bfloat16", "norm": "layer_norm", **MIXED},
-    {"dtype": "float32", "norm": "layer_norm", "out_dtype": "bfloat16"},
-]
-TUNED_WIDTHS = (511, 901, 1160, 2601, 4097, 8191, 9304, 10000, 12001, 13312, 14336, 15000)
-TUNED_WIDTHS += (16384, 20001, 20480, 24576)
+
+def problems_of_rows() -> list[tuple[dict, int]]:
+    """The widest problem of each class of each row of h200.csv: its tile has the most packs."""
+    found = []
+    for row in measured.read_rows(Path(measured.__file__).parent / "h200.csv"):
+        for _, norm, dtype, _ in row.keys:
+            problem = problem_of_row(row, norm, dtype, num_cols := widths_of_row(row)[-1])
+            given = {each.name: getattr(problem, each.name) for each in fields(problem)}
+            present = {name: value for name, value in given.items() if value}
+            found.append((present | {"centered": problem.centered}, num_cols))
+    return found
 
 
-def _tuned_quantized(
-    scalings: tuple[tuple[str, bool], ...], norms: tuple[tuple[str, bool], ...]
-) -> list[dict]:
-    return [
-        {
-            "direction": "forward",
-            "x": dtype,
-            "y": E4M3,
-            "scaling": scaling,
-            "weight": dtype,
-            "amax": amax,
-        }
-        | ({"bias": dtype} if centered else {"centered": False})
-        for scaling, amax in scalings
-        for dtype, centered in norms
-    ]
-
-
-LAYER_NORMS = (("bfloat16", True), ("float16", True))
-NORMS = (*LAYER_NORMS, ("bfloat16", False))
-TUNED_QUANTIZED_PROBLEMS = _tuned_quantized(
-    (("row", False), ("given", False), ("given", True), ("block", False)), NORMS
-)
-TUNED_QUANTIZED_WIDTHS = (256, 384, 640, 896, 1024, 1536, 2560, 3072, 5120, 7168, 12288)
-TUNED_QUANTIZED_WIDTHS += (24576, 28672, 49152)
-# Threads as long as their registers allow; next rows in registers or in shared memory.
-LONG_QUANTIZED_PROBLEMS = _tuned_quantized((("given", False), ("given", True)), NORMS)
-LONG_QUANTIZED_PROBLEMS += _tuned_quantized((("tensor", False),), LAYER_NORMS)
-LONG_QUANTIZED_WIDTHS = (576, 704, 768, 6500, 7000, 9000, 10000, 11000, 13000, 14000, 15000)
-LONG_QUANTIZED_WIDTHS += (16000, 17600, 20000)
-AHEAD_QUANTIZED_PROBLEMS = _tuned_quantized((("row", False), ("block", False)), LAYER_NORMS)
-AHEAD_QUANTIZED_WIDTHS = (768, 3000, 5000, 6000, 7000, 7600, 8600, 9000, 10000, 11000, 15000)
+def plan_of(problem: dict, num_cols: int, num_rows: int, device: Device) -> Plan:
+    if "x" not in problem:
+        return plan(num_cols, num_rows, device=device, **problem)
+    given = {"centered": True, "num_cols": num_cols, "layout": Layout.of_new_arrays(num_cols)}
+    return make_plan(Problem(**given | problem), device, num_rows)
 
 
 def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
@@ -291,8 +270,8 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
     return found
 
 
-def _grid(compute_capability: int) -> list[tuple]:
-    """Pairs of problems and widths."""
+def _grid(compute_capability: int) -> list[tuple[dict, int]]:
+    """Pairs of a problem and a width."""
     full, is_sm_90 = compute_capability in FULL, compute_capability == 90
     grid = [
         (PROBLEMS if full or is_sm_90 else FEWER_PROBLEMS, WIDTHS if full else FEWER_WIDTHS),
@@ -306,14 +285,8 @@ def _grid(compute_capability: int) -> list[tuple]:
             (RING_PROBLEMS, RING_WIDTHS if all_widths else FEWER_RING_WIDTHS),
             (BUNDLE_PROBLEMS, BUNDLE_WIDTHS if all_widths else BUNDLE_WIDTHS[::4]),
         ]
-    if is_sm_90:
-        grid += [
-            (TUNED_PROBLEMS, TUNED_WIDTHS),
-            (TUNED_QUANTIZED_PROBLEMS, TUNED_QUANTIZED_WIDTHS),
-            (LONG_QUANTIZED_PROBLEMS, LONG_QUANTIZED_WIDTHS),
-            (AHEAD_QUANTIZED_PROBLEMS, AHEAD_QUANTIZED_WIDTHS),
-        ]
-    return grid
+    pairs = [pair for each in grid for pair in itertools.product(*each)]
+    return pairs + (problems_of_rows() if is_sm_90 else [])
 
 
 def pack_limits(compute_capability: int) -> tuple[int, ...]:
@@ -330,17 +303,8 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     found: dict[Kernel, str] = {}
     launches: dict[Kernel, Launch] = {}
     rows = (16, 4096, 2**30)  # few rows may have tiles and kernels of their own
-    for problem, num_cols, num_rows in (
-        each
-        for problems, widths in _grid(compute_capability)
-        for each in itertools.product(problems, widths, rows)
-    ):
-        if "x" in problem:
-            layout = Layout.of_new_arrays(num_cols)
-            fields = {"centered": True, "num_cols": num_cols, "layout": layout, **problem}
-            made = make_plan(Problem(**fields), device, num_rows)
-        else:
-            made = plan(num_cols, num_rows, device=device, **problem)
+    for (problem, num_cols), num_rows in itertools.product(_grid(compute_capability), rows):
+        made = plan_of(problem, num_cols, num_rows, device)
         for launch in made.launches:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
@@ -372,3 +336,37 @@ def tightest(launches: dict[Kernel, Launch]) -> list[Kernel]:
         return tile.elements * tile.block_size * tile.blocks_per_sm
 
     return [max(kernels, key=load) for kernels in groups.values()]
+
+
+def batches(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
+    """Kernels of one source text each, few enough to be compiled together."""
+    of_source: dict[str, list[Kernel]] = {}
+    for kernel in kernels:
+        of_source.setdefault(nvrtc.source(kernel), []).append(kernel)
+    steps = [(each, at) for each in of_source.values() for at in range(0, len(each), BATCH)]
+    return [each[at : at + BATCH] for each, at in steps]
+
+
+def compiled(
+    batch: list[Kernel], compute_capability: int
+) -> tuple[bytes, dict[Kernel, tuple[str, Resources]]]:
+    """The cubin of a batch, and of each kernel its name there and what ptxas reports."""
+    from cupy.cuda import get_cuda_path
+    from cupy_backends.cuda.libs import nvrtc as library
+
+    architecture = batch[0].architecture or f"sm_{compute_capability}"
+    flags = [*nvrtc.options(), "-ftz=true", f"-arch={architecture}", "-Xptxas=-v"]
+    flags += ["-no-cache"] if nvrtc.version() >= (12, 9) else []
+    program = library.createProgram(nvrtc.source(batch[0]), "instances.cu", (), ())
+    try:
+        for kernel in batch:
+            library.addNameExpression(program, kernel.name_expression)
+        library.compileProgram(program, [*flags, *nvrtc._include_options(get_cuda_path())])
+        cubin = library.getCUBIN(program)
+        reports = library.getProgramLog(program).split("Compiling entry function '")[1:]
+        used = {each.partition("'")[0]: nvrtc._resources(each) for each in reports}
+        assert len(reports) == len(batch) and cubin[:4] == b"\x7fELF"
+        names = [library.getLoweredName(program, kernel.name_expression) for kernel in batch]
+        return cubin, {kernel: (name, used[name]) for kernel, name in zip(batch, names)}
+    finally:
+        library.destroyProgram(program)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cupynorm import functional
-from cupynorm.dispatch.plans import plan
 from cupynorm.gpu import launch
+from cupynorm.plans import plan
 
 
 def test_only_the_sum_over_partial_rows_overlaps_the_kernel_before():

@@ -13,8 +13,8 @@ import pytest
 from nvrtc_here import WHY_MISSING, needs_nvrtc
 
 from cupynorm.dispatch.instances import Kernel
-from cupynorm.dispatch.plans import plan
 from cupynorm.gpu.nvrtc import compile_for, cuda_src, source, source_files
+from cupynorm.plans import plan
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ import pytest
 from nvrtc_here import needs_nvrtc
 
 from cupynorm.dispatch.instances import Kernel
-from cupynorm.dispatch.plans import plan
 from cupynorm.gpu import nvrtc
+from cupynorm.plans import plan
 
 _REGISTERS = r"(%\w+), (%\w+), (%\w+)"
 

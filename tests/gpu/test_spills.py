@@ -10,7 +10,7 @@ import itertools
 import shutil
 
 import pytest
-from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, instances
+from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, batches, compiled, instances
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
@@ -18,44 +18,15 @@ from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.grids import fetches_ahead
 from cupynorm.dispatch.instances import Kernel
-from cupynorm.dispatch.plans import plan
 from cupynorm.dispatch.problem import SCALINGS, Layout, Problem, Tile
-from cupynorm.gpu import nvrtc
-from cupynorm.gpu.nvrtc import Resources, compile_for, cuda_src, source
+from cupynorm.gpu.nvrtc import compile_for, cuda_src
+from cupynorm.plans import plan
 
 # Tests of each architecture, so that pytest-xdist can share them out.
 PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 4, 120: 4}
 # With few cores: (first, step) of the kernels that are compiled. The plans of sm_86 and sm_89 have
 # the same limits, so other kernels are compiled for each.
 SHARES = {80: (0, 4), 86: (1, 8), 89: (5, 8), 90: (0, 4), 100: (1, 8), 120: (5, 8)}
-
-
-def batches(kernels: list[Kernel], size: int) -> list[list[Kernel]]:
-    return [kernels[first : first + size] for first in range(0, len(kernels), size)]
-
-
-def resources_of(kernels: list[Kernel], compute_capability: int) -> dict[Kernel, Resources]:
-    """As compile_for, of kernels of one source and architecture: the source is read once."""
-    from cupy.cuda import get_cuda_path
-    from cupy_backends.cuda.libs import nvrtc as library
-
-    architecture = kernels[0].architecture or f"sm_{compute_capability}"
-    flags = [*nvrtc.options(), "-ftz=true", f"-arch={architecture}", "-Xptxas=-v"]
-    program = library.createProgram(source(kernels[0]), "instances.cu", (), ())
-    try:
-        for kernel in kernels:
-            library.addNameExpression(program, kernel.name_expression)
-        library.compileProgram(program, [*flags, *nvrtc._include_options(get_cuda_path())])
-        assert library.getCUBIN(program)[:4] == b"\x7fELF"
-        reports = library.getProgramLog(program).split("Compiling entry function '")[1:]
-        assert len(reports) == len(kernels)
-        of_name = {report.partition("'")[0]: nvrtc._resources(report) for report in reports}
-        return {
-            kernel: of_name[library.getLoweredName(program, kernel.name_expression)]
-            for kernel in kernels
-        }
-    finally:
-        library.destroyProgram(program)
 
 
 @needs_nvrtc
@@ -69,18 +40,15 @@ def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
     """A spill means that the tile has too many elements or blocks for the registers."""
     found = instances(compute_capability)
 
-    def compiled_with(kernel: Kernel) -> tuple[str, ...]:
-        return kernel.source, kernel.architecture, kernel.functors
-
-    kernels = sorted(found, key=lambda kernel: (*compiled_with(kernel), kernel.name_expression))
-    if not HAS_TIME and compute_capability in SHARES:
+    kernels = sorted(found, key=lambda kernel: (kernel.source, kernel.name_expression))
+    if not HAS_TIME:
         first, step = SHARES[compute_capability]
         kernels = kernels[first::step]
     reports = {}
     of_part = kernels[part :: PARTS[compute_capability]]
-    for _, group in itertools.groupby(of_part, key=compiled_with):
-        for batch in batches(list(group), 16):
-            reports |= resources_of(batch, compute_capability)
+    for batch in batches(of_part):
+        for kernel, (_, used) in compiled(batch, compute_capability)[1].items():
+            reports[kernel] = used
     spilled = [
         f"{found[kernel]}: {used.registers} registers, "
         f"{used.spill_store_bytes} + {used.spill_load_bytes} bytes spilled"

@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models_decoders import Decoder, Gpt2  # noqa: E402
-from models_encoders import Bert  # noqa: E402
+from models_nets import Bert, Decoder, Gpt2  # noqa: E402
 from norm_calls import assert_few_roundings, random  # noqa: E402
 from swap_classes import LlamaRMSNorm  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402

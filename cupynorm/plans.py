@@ -1,7 +1,6 @@
 """What users ask of plans: plan(), use_tiles(), and the command `python -m cupynorm plan`.
 
-It knows the GPU that is present and how a call is launched, so it stands above gpu and norm; the
-other modules of this folder are pure.
+It knows the GPU that is present and how a call is launched. The modules of dispatch/ do not.
 """
 
 from __future__ import annotations
@@ -13,15 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..command_line import Commands, number
-from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
-from ..gpu import arrays, launch, nvrtc
-from ..norm.prepared import forget
-from ..norm.request import Launch, planned_with
-from .devices import DEVICES, Device
-from .dispatch import Plan, choose, make_plan, widest
-from .measured import read_rows, use_rows
-from .problem import (
+from .command_line import Commands, number
+from .dispatch.devices import DEVICES, Device
+from .dispatch.dispatch import Plan, choose, make_plan, widest
+from .dispatch.measured import read_rows, use_rows
+from .dispatch.problem import (
     DIRECTIONS,
     NORMS,
     SCALINGS,
@@ -32,9 +27,13 @@ from .problem import (
     Problem,
     Tile,
 )
-from .product_plan import NormLinearProblem
-from .product_plan import choose as choose_product
-from .strategies import STRATEGIES, StatisticsName, StrategyName
+from .dispatch.product_plan import NormLinearProblem
+from .dispatch.product_plan import choose as choose_product
+from .dispatch.strategies import STRATEGIES, StatisticsName, StrategyName
+from .dtypes import DTYPES, EIGHT_BITS, ELEMENTS
+from .gpu import arrays, launch, nvrtc
+from .norm.prepared import forget
+from .norm.request import Launch, planned_with
 
 WITHOUT_GPU = "H200"  # what is planned for where no GPU is present
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
