@@ -79,8 +79,11 @@ def bench(
     absent = {name: why for name in wanted if (why := missing(name))}
     names = [name for name in wanted if name not in absent]
     if jobs > 1:
-        tried = [(cell, names, seed) for cell in todo]
-        list(in_processes(_try_once, tried, jobs, progress))
+        context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+        with concurrent.futures.ProcessPoolExecutor(min(jobs, len(todo)) or 1, context) as pool:
+            tried = [pool.submit(_try_once, cell, names, seed) for cell in todo]
+            for each in progress(tried, desc="compiling", unit="task"):
+                each.exception()  # of a process that died: the measurement meets it again
     timer = Timer.on_gpu()
     versions = {name: version(name) for name in names if name != OURS}
     settings = {"runs": runs, "seed": seed, "eps": EPS, "command": command}
@@ -171,21 +174,8 @@ def plan_of(cell: Cell, device: Any = None, **options: Any) -> Any:
         scale=cell.scale,
         amax=cell.amax,
         residual=cell.residual,
-        zero_centered_weight=cell.zero_centered,
         **options,
     )
-
-
-def in_processes(
-    function: Callable, tasks: Sequence[tuple], jobs: int, progress: Callable[..., Iterable]
-) -> Iterable[Any]:
-    """function(*task) of each task, in order. None where a process died."""
-    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-    shown = {"total": len(tasks), "desc": "compiling", "unit": "task"}
-    with concurrent.futures.ProcessPoolExecutor(max(1, min(jobs, len(tasks))), context) as pool:
-        futures = [pool.submit(function, *task) for task in tasks]
-        for future in progress(futures, **shown):
-            yield None if future.exception() else future.result()
 
 
 def _try_once(cell: AnyCell, names: Sequence[str], seed: int) -> None:
