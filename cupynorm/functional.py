@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")  # the input's type: results are of its library
 Shape = int | Sequence[int]
 Outs = tuple[Array | None, Array | None]
+Operand = Array | None
 
 
 class NormOptions(TypedDict, total=False):
@@ -61,66 +62,38 @@ class NormOptions(TypedDict, total=False):
     launch: Launch | None
 
 
+# fmt: off
 @overload
 def layer_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    bias: Array | None = None,
-    eps: float = 1e-5,
-    *,
-    return_residual: Literal[False] = False,
-    out_dtype: In8Bits,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ..., bias: Operand = ...,
+    eps: float = ..., *, return_residual: Literal[False] = ...,
+    out_dtype: In8Bits, **options: Unpack[NormOptions],
 ) -> QuantizedTensor: ...
 @overload
 def layer_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    bias: Array | None = None,
-    eps: float = 1e-5,
-    *,
-    return_residual: Literal[True],
-    out_dtype: In8Bits,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ..., bias: Operand = ...,
+    eps: float = ..., *, return_residual: Literal[True],
+    out_dtype: In8Bits, **options: Unpack[NormOptions],
 ) -> tuple[QuantizedTensor, T]: ...
 @overload
 def layer_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    bias: Array | None = None,
-    eps: float = 1e-5,
-    *,
-    return_residual: Literal[False] = False,
-    out_dtype: Any = None,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ..., bias: Operand = ...,
+    eps: float = ..., *, return_residual: Literal[False] = ...,
+    out_dtype: Any = ..., **options: Unpack[NormOptions],
 ) -> T: ...
 @overload
 def layer_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    bias: Array | None = None,
-    eps: float = 1e-5,
-    *,
-    return_residual: Literal[True],
-    out_dtype: Any = None,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ..., bias: Operand = ...,
+    eps: float = ..., *, return_residual: Literal[True],
+    out_dtype: Any = ..., **options: Unpack[NormOptions],
 ) -> tuple[T, T]: ...
 @overload
 def layer_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    bias: Array | None = None,
-    eps: float = 1e-5,
-    *,
-    return_residual: bool,
-    out_dtype: Any = None,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ..., bias: Operand = ...,
+    eps: float = ..., *, return_residual: bool,
+    out_dtype: Any = ..., **options: Unpack[NormOptions],
 ) -> Any: ...
+# fmt: on
 @names_what_was_removed
 def layer_norm(
     input: Array,
@@ -183,66 +156,38 @@ def layer_norm(
     return _norm(True, normalized_shape, tensors, options, return_residual)
 
 
+# fmt: off
 @overload
 def rms_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    eps: float | None = None,
-    *,
-    bias: Array | None = None,
-    return_residual: Literal[False] = False,
-    out_dtype: In8Bits,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ...,
+    eps: float | None = ..., *, bias: Operand = ..., return_residual: Literal[False] = ...,
+    out_dtype: In8Bits, **options: Unpack[NormOptions],
 ) -> QuantizedTensor: ...
 @overload
 def rms_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    eps: float | None = None,
-    *,
-    bias: Array | None = None,
-    return_residual: Literal[True],
-    out_dtype: In8Bits,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ...,
+    eps: float | None = ..., *, bias: Operand = ..., return_residual: Literal[True],
+    out_dtype: In8Bits, **options: Unpack[NormOptions],
 ) -> tuple[QuantizedTensor, T]: ...
 @overload
 def rms_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    eps: float | None = None,
-    *,
-    bias: Array | None = None,
-    return_residual: Literal[False] = False,
-    out_dtype: Any = None,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ...,
+    eps: float | None = ..., *, bias: Operand = ..., return_residual: Literal[False] = ...,
+    out_dtype: Any = ..., **options: Unpack[NormOptions],
 ) -> T: ...
 @overload
 def rms_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    eps: float | None = None,
-    *,
-    bias: Array | None = None,
-    return_residual: Literal[True],
-    out_dtype: Any = None,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ...,
+    eps: float | None = ..., *, bias: Operand = ..., return_residual: Literal[True],
+    out_dtype: Any = ..., **options: Unpack[NormOptions],
 ) -> tuple[T, T]: ...
 @overload
 def rms_norm(
-    input: T,
-    normalized_shape: Shape,
-    weight: Array | None = None,
-    eps: float | None = None,
-    *,
-    bias: Array | None = None,
-    return_residual: bool,
-    out_dtype: Any = None,
-    **options: Unpack[NormOptions],
+    input: T, normalized_shape: Shape, weight: Operand = ...,
+    eps: float | None = ..., *, bias: Operand = ..., return_residual: bool,
+    out_dtype: Any = ..., **options: Unpack[NormOptions],
 ) -> Any: ...
+# fmt: on
 @names_what_was_removed
 def rms_norm(
     input: Array,
@@ -394,19 +339,10 @@ def layer_norm_backward(
     dx is that of the input; dsum is added to dx and dresidual before they are rounded. Sums over
     rows have a fixed order and repeat to the bit. Raises as layer_norm.
     """
-    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, bias, input, bind_functors(fuse))
-    options = BackwardOptions(
-        True,
-        extents_of(normalized_shape),
-        zero_centered_weight,
-        gradient_names(gradients),
-        dx_dtype,
-        dweight_dtype,
-        dbias_dtype,
-        dresidual_dtype,
-        launch=launch,
-    )
-    return _norm_backward(BackwardRequest(operands, options))
+    tensors = dy, x, mean, rstd, weight, dsum, bias, input
+    dtypes = dx_dtype, dweight_dtype, dbias_dtype, dresidual_dtype
+    options = zero_centered_weight, gradient_names(gradients), *dtypes
+    return _norm_backward(True, normalized_shape, tensors, options, fuse, launch)
 
 
 @names_what_was_removed
@@ -440,19 +376,10 @@ def rms_norm_backward(
 
     Returns Backward or FusedBackward, as layer_norm_backward, and raises as it.
     """
-    operands = BackwardOperands(dy, x, None, rstd, weight, dsum, bias, input, bind_functors(fuse))
-    options = BackwardOptions(
-        False,
-        extents_of(normalized_shape),
-        zero_centered_weight,
-        gradient_names(gradients),
-        dx_dtype,
-        dweight_dtype,
-        dbias_dtype,
-        dresidual_dtype,
-        launch=launch,
-    )
-    return _norm_backward(BackwardRequest(operands, options))
+    tensors = dy, x, None, rstd, weight, dsum, bias, input
+    dtypes = dx_dtype, dweight_dtype, dbias_dtype, dresidual_dtype
+    options = zero_centered_weight, gradient_names(gradients), *dtypes
+    return _norm_backward(False, normalized_shape, tensors, options, fuse, launch)
 
 
 # The way to the launch.
@@ -493,18 +420,28 @@ def _norm_forward(
 _PLAIN_GRADIENTS = frozenset(Backward._fields)
 
 
-def _norm_backward(request: BackwardRequest) -> Backward | FusedBackward:
-    operands, options = request
-    checked_launch(options.launch)
+def _norm_backward(
+    centered: bool,
+    normalized_shape: object,
+    tensors: tuple,
+    options: tuple,
+    fuse: Fuse,
+    launch: Launch | None,
+) -> Backward | FusedBackward:
+    """tensors, options: the first fields of BackwardOperands, and of BackwardOptions after two."""
+    functors = bind_functors(fuse)
+    extents, launch = extents_of(normalized_shape), checked_launch(launch)
+    operands = BackwardOperands(*tensors, functors)
+    options = BackwardOptions(centered, extents, *options, launch=launch)
     _refuse_jit_trace(operands.x)
-    wanted, functors = options.gradients, operands.functors
+    wanted = options.gradients
     is_fused = (
         options.dx_dtype is not None
         or options.dresidual_dtype is not None
         or not _PLAIN_GRADIENTS.issuperset(wanted)
     )
     if functors is None:
-        prepared, operands = calls.prepare_backward(request)
+        prepared, operands = calls.prepare_backward(BackwardRequest(operands, options))
         made = prepared.run(operands)
         return FusedBackward(*made[:4]) if is_fused else Backward(*made[:3])
     check_differentiable(functors)

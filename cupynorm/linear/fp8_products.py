@@ -142,10 +142,10 @@ class Quantizers:
                 transpose=transpose,
             )
         if isinstance(recipe, CurrentScaling):
-            return quantization.quantize_current(x, dtype, self.rule, transpose=transpose)
+            return quantization.quantize(x, self.rule, dtype, transpose=transpose)
         # The output is quantised only where nothing is recorded, so no step has its amax.
         if name == "output":
-            return quantization.quantize_current(x, dtype, transpose=transpose)
+            return quantization.quantize(x, quantization.Rule(), dtype, transpose=transpose)
         scale, amax = self.delayed(name)
         return quantization.quantize(x, scale, dtype, amax=amax, transpose=transpose)
 
@@ -174,9 +174,8 @@ class Quantizers:
         else:  # one kernel makes both
             scale, amax = self.delayed("grad_output") or (None, None)
             dtype = self.dtype("grad_output")
-            quantized, sums = quantization.quantize_and_sum(
-                dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
-            )
+            scale = self.rule or scale
+            quantized, sums = quantization.quantize_and_sum(dy, scale, dtype, sum_dtype, amax=amax)
         blocks = quantized.block_rows, quantized.block_cols
         data = Factor(quantized.data, quantized.scale_inv, *blocks)
         return (data, transposed_factor(quantized)), sums

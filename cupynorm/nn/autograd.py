@@ -1,7 +1,7 @@
 """torch: layer_norm and rms_norm of tensors, on CUDA by the kernels, on the CPU by the reference.
 
-Eager calls of plain tensors are ours: `normalize` runs them, and `_Norm` and its siblings record
-them. by_torch.py computes all others, and the gradients of gradients.
+Eager calls of plain tensors are ours: `normalize` runs them, and `_Norm` records them. by_torch.py
+computes all others, and the gradients of gradients.
 """
 
 from __future__ import annotations
@@ -124,17 +124,29 @@ def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
         # Backward needs no row but the normalised one: the input, or the sum that is returned.
         saved = added, mean, rstd, operands[1]
         if prepared.makes_sum:
-            return _apply((prepared, saved, (y, added)), *tensors)
-        (y,) = _apply((prepared, saved, (y,)), *tensors)
-        return y, added
-    own = () if operands[-1] is None else operands[-1].arrays()
-    outputs = _apply_with_options((prepared, operands, results), *tensors, *own)
+            return _apply((prepared, None, saved, (y, added)), *tensors)
+        return _apply((prepared, None, saved, y), *tensors), added
+    input, weight, bias, *_, functors = operands
+    own, keeps_y = () if functors is None else functors.arrays(), prepared.options.memory_efficient
+    in_8_bits = prepared.options.quantization is not None
+    load = () if functors is None else functors.load
+    reads_input = prepared.makes_sum and any(each.functor.reads_argument for each in load)
+    saved = (
+        *((y, None) if keeps_y else (added, mean)),
+        rstd,
+        weight,
+        bias if keeps_y or functors is not None else None,
+        input if reads_input else None,
+        *own,
+    )
+    # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
+    carrier = added.new_empty(1).expand(added.shape) if in_8_bits else y
+    outputs = prepared.pick_outputs((carrier, mean, rstd, added))
+    outputs = _apply((prepared, functors, saved, outputs), *tensors, *own)
     carrier, added = prepared.split_outputs(outputs)
-    if prepared.options.quantization is None:
-        y = carrier
-    else:
+    if in_8_bits:
         y.attach(partial(_PassingGradients.apply, carrier))
-    return y, operands[0] if added is None else added
+    return y if in_8_bits else carrier, operands[0] if added is None else added
 
 
 def _kind(operands: tuple, options: tuple) -> tuple | None:
@@ -223,15 +235,15 @@ def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) ->
 
 
 class _Norm(torch.autograd.Function):
-    """Records what a plain forward has made.
+    """Records what a forward has made. Arrays of functors have gradients too.
 
     Inputs and outputs are the tensors that there are: each one costs host time.
     """
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        """call: a prepared forward, what is saved, and y alone or y and the sum."""
-        ctx.prepared, saved, outputs = call
+        """call: a prepared forward, its functors, what is saved, and y alone or y and the sum."""
+        ctx.prepared, ctx.functors, saved, outputs = call
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return outputs
@@ -239,37 +251,23 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dsum=None):
         """None for the call, and the gradient of each tensor that was recorded."""
-        if dy is None:
-            dx, dweight, dbias = dsum, None, None
+        prepared, of_own = ctx.prepared, ()
+        if dy is None and (dsum is None or prepared.is_plain):
+            dx, dweight, dbias, dresidual = dsum, None, None, dsum
+            of_own = (None,) * (0 if ctx.functors is None else len(ctx.functors.arrays()))
+        elif not prepared.is_plain:
+            (dx, dweight, dbias, dresidual), of_own = _gradients_with_options(ctx, dy, dsum)
         elif by_torch.is_differentiated(dy):
-            dx, dweight, dbias = _differentiable(ctx, dy, dsum)
+            (dx, dweight, dbias, dresidual), _ = _differentiable(ctx, dy, dsum)
         else:
             dx, dweight, dbias = _gradients(ctx, (dy, *ctx.saved_tensors, dsum))
+            dresidual = dx
         # Autograd drops the gradients of tensors that want none.
-        return ctx.prepared.pick_gradients((dx, dweight, dbias, dx, None))
+        return *prepared.pick_gradients((dx, dweight, dbias, dresidual, None)), *of_own
 
 
 # _Norm.apply without its work for functorch's transforms (vmap, grad, jvp): a third of its time.
 _apply = super(torch.autograd.Function, _Norm).apply
-
-
-def _differentiable(ctx, dy: torch.Tensor, dsum: torch.Tensor | None) -> tuple:
-    """dx, dweight, dbias by torch."""
-    x, _, _, weight = ctx.saved_tensors
-    options, dtype = ctx.prepared.options, dy.dtype
-    dx, dweight = by_torch.pull_back(
-        lambda: [by_torch.normalized(x, weight, None, options, dtype, differentiably=True)],
-        [dy],
-        (x, weight),
-    )
-    if dsum is not None:
-        dx = dsum if dx is None else dx + dsum
-    wants_bias = _wanted(ctx)[2]
-    return dx, dweight, _sum_rows(dy, options.extents) if wants_bias else None
-
-
-def _sum_rows(dy: torch.Tensor, extents: tuple) -> torch.Tensor:
-    return dy.to(arithmetic(dy)).sum_to_size(extents)
 
 
 def _gradients(ctx, operands: tuple) -> tuple:
@@ -285,48 +283,6 @@ def _gradients(ctx, operands: tuple) -> tuple:
     prepared, checked = prepare_backward(request)
     remember(forward.backwards, kind, prepared, checked)
     return prepared.run(checked)[:3]
-
-
-class _NormWithOptions(torch.autograd.Function):
-    """Records what a forward with any option has made. Arrays of functors have gradients too."""
-
-    @staticmethod
-    def forward(ctx, call, *tensors):
-        """call: a prepared forward, its operands, and what its run returned."""
-        ctx.prepared, operands, results = call
-        ctx.functors = functors = operands[-1]
-        ctx.set_materialize_grads(False)
-        input, weight, bias, *_ = operands
-        y, mean, rstd, added = results
-        own, keeps_y = (), ctx.prepared.options.memory_efficient
-        reads_input = False
-        if functors is not None:
-            own = functors.arrays()
-            reads_input = any(each.functor.reads_argument for each in functors.load)
-        ctx.save_for_backward(
-            *((y, None) if keeps_y else (added, mean)),
-            rstd,
-            weight,
-            bias if keeps_y or functors is not None else None,
-            input if ctx.prepared.makes_sum and reads_input else None,
-            *own,
-        )
-        if ctx.prepared.options.quantization is not None:
-            # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
-            results = (added.new_empty(1).expand(added.shape), *results[1:])
-        return ctx.prepared.pick_outputs(results)
-
-    @staticmethod
-    def backward(ctx, *upstream):
-        """None for the call, and the gradient of each tensor that was recorded."""
-        dy, dsum = ctx.prepared.split_outputs(upstream)
-        if dy is None and dsum is None:
-            return (None,) * len(ctx.needs_input_grad)
-        gradients, of_own = _gradients_with_options(ctx, dy, dsum)
-        return *ctx.prepared.pick_gradients((*gradients, None)), *of_own
-
-
-_apply_with_options = super(torch.autograd.Function, _NormWithOptions).apply
 
 
 def _with_wanted(ctx):
@@ -350,7 +306,7 @@ def _gradients_with_options(ctx, dy, dsum) -> tuple:
     is_ours = keeps_y or not by_torch.has_texts(functors)
     runs_untraced = is_ours and bool(is_compiling() or present_tracer())
     if by_torch.is_differentiated(dsum if dy is None else dy) and not runs_untraced:
-        return _differentiable_with_options(ctx, dy, dsum)
+        return _differentiable(ctx, dy, dsum)
     if keeps_y:
         run = run_untraced(_gradients_from_y) if runs_untraced else _gradients_from_y
         return run(ctx, dy, dsum), ()
@@ -399,18 +355,22 @@ def _gradients_from_y(ctx, dy, dsum) -> tuple:
     return dx, dweight, dbias, dresidual
 
 
-def _differentiable_with_options(ctx, dy, dsum) -> tuple:
+def _differentiable(ctx, dy, dsum) -> tuple:
     """As _gradients_with_options, by torch."""
     options, functors, makes_sum = ctx.prepared.options, ctx.functors, ctx.prepared.makes_sum
-    if options.memory_efficient:
-        said = _has_no_second_derivative("memory_efficient", "memory_efficient=False")
-        raise NotImplementedError(said)
-    if not by_torch.has_texts(functors):
-        said = _has_no_second_derivative("a functor without torch=", "functors with it")
-        raise NotImplementedError(said)
+    for given, is_given, expected in (
+        ("memory_efficient", options.memory_efficient, "memory_efficient=False"),
+        ("a functor without torch=", not by_torch.has_texts(functors), "functors with it"),
+    ):
+        if is_given:
+            raise NotImplementedError(
+                f"a gradient of a norm with {given} was asked for with create_graph=True or in a "
+                f"batch; expected {expected}"
+            )
+    saved = ctx.saved_tensors + (None, None) * ctx.prepared.is_plain
     with torch.enable_grad():  # a tensor that comes twice has a gradient in each place
         x, _, _, weight, bias, input, *own = (
-            each if each is None else each.view_as(each) for each in ctx.saved_tensors
+            each if each is None else each.view_as(each) for each in saved
         )
     load, inner = (), functors
     if functors is not None:
@@ -425,8 +385,9 @@ def _differentiable_with_options(ctx, dy, dsum) -> tuple:
         [dy],
         (x, weight, bias, *own),
     )
-    if functors is None and dy is not None:  # then no bias was saved
-        dbias = _sum_rows(dy, options.extents)
+    wanted = _wanted(ctx)
+    if functors is None and dy is not None and wanted[2]:  # then no bias was saved
+        dbias = dy.to(arithmetic(dy)).sum_to_size(options.extents)
     if dsum is not None:
         total = dsum if total is None else total + dsum
     dx = total
@@ -442,14 +403,7 @@ def _differentiable_with_options(ctx, dy, dsum) -> tuple:
         )
         of_own = [one if other is None else other for one, other in zip(of_own, of_load)]
     gradients = dx, dweight, dbias, total
-    return [each if wanted else None for each, wanted in zip(gradients, _wanted(ctx))], of_own
-
-
-def _has_no_second_derivative(given: str, expected: str) -> str:
-    return (
-        f"a gradient of a norm with {given} was asked for with create_graph=True or in a batch; "
-        f"expected {expected}"
-    )
+    return [each if is_wanted else None for each, is_wanted in zip(gradients, wanted)], of_own
 
 
 class _PassingGradients(torch.autograd.Function):

@@ -85,75 +85,47 @@ def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 def quantize(
     x: Tensor,
-    scale: Tensor,
+    scale: Tensor | Rule,
     dtype: torch.dtype,
     *,
     amax: Tensor | None = None,
     transpose: bool = False,
 ) -> QuantizedTensor:
-    """A matrix by a given scale. On a GPU one kernel makes it.
+    """A matrix by a given scale, or by that of its own amax. On a GPU one kernel makes it, or two.
 
-    amax: float32 of one element, raised in place to the largest |x|.
+    amax: beside a given scale, float32 of one element, raised in place to the largest |x|.
     transpose: also make the transposed copy.
     """
-    if not arrays.on_host(x):
-        quantized = matrix_kernels.quantize(x, name_of(dtype), scale, amax, transpose=transpose)
-        return _of_matrix(quantized, x)
-    if amax is not None:
-        torch.maximum(amax, amax_of(x).reshape(1), out=amax)
-    data = encode(x, scale, dtype).contiguous()
-    transposed = transpose_data(data) if transpose else None
-    return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=transposed)
-
-
-def quantize_current(
-    x: Tensor, dtype: torch.dtype, rule: Rule | None = None, *, transpose: bool = False
-) -> QuantizedTensor:
-    """A matrix by the scale of its own amax. On a GPU two kernels make it."""
-    rule = rule or Rule()
-    if not arrays.on_host(x):
-        amax = matrix_kernels.amax(x)
-        quantized = matrix_kernels.quantize(
-            x, name_of(dtype), None, amax, transpose=transpose, rule=rule
-        )
-        return _of_matrix(quantized, x)
-    return quantize(x, _current_scale(x, dtype, rule), dtype, transpose=transpose)
+    return quantize_and_sum(x, scale, dtype, None, amax=amax, transpose=transpose)[0]
 
 
 def quantize_and_sum(
     x: Tensor,
+    scale: Tensor | Rule,
     dtype: torch.dtype,
-    sum_dtype: torch.dtype,
+    sum_dtype: torch.dtype | None,
     *,
-    scale: Tensor | None = None,
     amax: Tensor | None = None,
-    rule: Rule | None = None,
-) -> tuple[QuantizedTensor, Tensor]:
-    """A matrix and its transposed copy in 8-bit floats, and its sums over rows in sum_dtype.
-
-    As `quantize` with scale and amax, or as `quantize_current` with a rule. The sums have shape
-    [num_cols]. On a GPU one kernel makes all of it from a known scale.
-    """
-    if not arrays.on_host(x):
-        amax = amax if rule is None else matrix_kernels.amax(x)
-        sums = name_of(sum_dtype)
-        quantized = matrix_kernels.quantize(
-            x, name_of(dtype), scale, amax, transpose=True, sums=sums, rule=rule
-        )
-        return _of_matrix(quantized, x), quantized.sums
-    scale = scale if rule is None else _current_scale(x, dtype, rule)
-    return quantize(x, scale, dtype, amax=amax, transpose=True), sum_rows(x, sum_dtype)
-
-
-def _current_scale(x: Tensor, dtype: torch.dtype, rule: Rule) -> Tensor:
-    amax = amax_of(x).reshape(1)
-    return scale_of(amax, dtype, power_of_two=rule.power_of_two, smallest_amax=rule.smallest_amax)
-
-
-def _of_matrix(quantized: matrix_kernels.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
-    return QuantizedTensor(
-        quantized.data, quantized.scale_inv, x.dtype, transposed=quantized.transposed
+    transpose: bool = True,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """As `quantize`, and the sums over rows in sum_dtype, [num_cols], by the same kernel."""
+    rule = scale if isinstance(scale, Rule) else None
+    if arrays.on_host(x):
+        if rule is not None:
+            scale = scale_of(amax_of(x).reshape(1), dtype, **rule._asdict())
+        elif amax is not None:
+            torch.maximum(amax, amax_of(x).reshape(1), out=amax)
+        data = encode(x, scale, dtype).contiguous()
+        transposed = transpose_data(data) if transpose else None
+        made = QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=transposed)
+        return made, None if sum_dtype is None else sum_rows(x, sum_dtype)
+    if rule is not None:
+        scale, amax = None, matrix_kernels.amax(x)
+    sums = None if sum_dtype is None else name_of(sum_dtype)
+    data, scale_inv, transposed, sums = matrix_kernels.quantize(
+        x, name_of(dtype), scale, amax, transpose=transpose, sums=sums, rule=rule
     )
+    return QuantizedTensor(data, scale_inv, x.dtype, transposed=transposed), sums
 
 
 def transpose_data(data: Tensor) -> Tensor:

@@ -100,25 +100,20 @@ class DelayedScaling:
         of_amax, of_scale = self.amax_compute_algo, self.scaling_factor_compute_algo
         is_finite = _is_number(margin) and -math.inf < margin < math.inf
         is_int = isinstance(length, numbers.Integral) and not isinstance(length, bool)
-        no_attention = "False: there is no attention here"
+        is_algo = callable(of_amax) or of_amax in ("max", "most_recent")
         names = "'max', 'most_recent' or a callable"
+        is_formula = of_scale is None or callable(of_scale)
+        is_bool = isinstance(self.reduce_amax, bool)
+        no_attention = "False: there is no attention here"
         _check(
             self,
             fp8_dpa=(self.fp8_dpa is False, ValueError, no_attention),
             fp8_mha=(self.fp8_mha is False, ValueError, no_attention),
             margin=(is_finite, TypeError, "a finite number"),
             amax_history_len=(is_int, TypeError, "an int, 1 or more"),
-            amax_compute_algo=(
-                callable(of_amax) or of_amax in ("max", "most_recent"),
-                ValueError,
-                names,
-            ),
-            reduce_amax=(isinstance(self.reduce_amax, bool), TypeError, "True or False"),
-            scaling_factor_compute_algo=(
-                of_scale is None or callable(of_scale),
-                TypeError,
-                "None or a callable",
-            ),
+            amax_compute_algo=(is_algo, ValueError, names),
+            reduce_amax=(is_bool, TypeError, "True or False"),
+            scaling_factor_compute_algo=(is_formula, TypeError, "None or a callable"),
         )
         in_range = f"-{most} to {most}, as scales are of float32"
         _check(

@@ -105,10 +105,11 @@ class SwappedNorms:
         for swaps in (self.swapped, self.left):
             groups: dict[tuple, list[str]] = {}
             for name, *others in swaps:
-                groups.setdefault((_NUMBER.sub("#", name, count=1), *others), []).append(name)
-            for (_, was, now, remark), names in groups.items():
+                groups.setdefault((_NUMBER.sub("*", name, count=1), *others), []).append(name)
+            for (name, was, now, remark), names in groups.items():
+                name = names[0] if len(names) == 1 else f"{name}, {len(names)} norms"
                 at = remarks.setdefault(remark, len(remarks) + 1) if remark else 0
-                rows.append((_joined(names), was, now, f"[{at}]" if at else ""))
+                rows.append((name, was, now, f"[{at}]" if at else ""))
         return rows, [f"[{at}] {remark}" for remark, at in remarks.items()]
 
     def _summary(self) -> str:
@@ -117,21 +118,6 @@ class SwappedNorms:
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # the first number that is a whole part of a name
-
-
-def _joined(names: list[str]) -> str:
-    """Names that differ in one number: layers.0-31.norm, 32 norms."""
-    if len(names) == 1:
-        return names[0]
-    numbers = sorted(int(_NUMBER.search(name)[0]) for name in names)
-    ranges = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
-    return f"{_NUMBER.sub(text, names[0], count=1)}, {len(names)} norms"
 
 
 def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> SwappedNorms:
@@ -180,8 +166,14 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
             "swap inside torch.nn.Sequential(model)"
         )
         report.left.append(Swap("(model)", _name(model), "", reason))
+    norms = [
+        (f"{prefix}.{name}" if prefix else name, parent, name, module)
+        for prefix, parent in model.named_modules()
+        for name, module in parent._modules.items()  # a shared module has several places
+        if module is not None and _looks_like_a_norm(module)
+    ]
     places, seen, probed = [], {}, {}
-    for path, parent, name, module in _norms_in(model):
+    for path, parent, name, module in norms:
         if private.is_compiled(parent):
             replacement, remark = None, "torch.compile has wrapped it; expected the swap before"
         elif module in seen:
@@ -207,21 +199,6 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
             parent._modules[name] = module
         raise
     return report
-
-
-def _norms_in(
-    model: torch.nn.Module,
-) -> list[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
-    """(dotted name, parent, name in it, module) of all that looks like a norm.
-
-    A shared module comes once for each of its places.
-    """
-    return [
-        (f"{prefix}.{name}" if prefix else name, parent, name, module)
-        for prefix, parent in model.named_modules()
-        for name, module in parent._modules.items()
-        if module is not None and _looks_like_a_norm(module)
-    ]
 
 
 def _name(module: torch.nn.Module) -> str:

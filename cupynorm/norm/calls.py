@@ -318,9 +318,7 @@ def _forward_on_gpu(
 # Backward.
 
 
-def prepare_backward(
-    request: BackwardRequest,
-) -> tuple[Prepared | HostBackward, BackwardOperands]:
+def prepare_backward(request: BackwardRequest) -> tuple[Prepared | HostBackward, BackwardOperands]:
     """Checks everything, or finds what was checked before, as prepare_forward."""
     operands, options = request
     try:

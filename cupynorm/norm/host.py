@@ -239,10 +239,7 @@ def _apply(parts: Sequence[BoundFunctor], values: np.ndarray, shape: tuple[int, 
 
 
 def _gradients(
-    parts: Sequence[BoundFunctor],
-    values: np.ndarray,
-    upstream: np.ndarray,
-    shape: tuple[int, ...],
+    parts: Sequence[BoundFunctor], values: np.ndarray, upstream: np.ndarray, shape: tuple[int, ...]
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """The gradient of what the functors are applied to, and of each array before it is summed over
     its repeats.

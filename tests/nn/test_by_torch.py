@@ -206,9 +206,3 @@ def test_which_calls_torch_computes(monkeypatch, how, norm):
     monkeypatch.setattr(by_torch, "normalize", record)
     (TAKEN | OURS)[how](lambda x: getattr(cupynorm, norm)(x, 8), random(3, 8, dtype=torch.float32))
     assert bool(calls) == (how in TAKEN)
-
-
-def test_the_report_says_what_a_compiled_model_runs():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(8))
-    last = str(cupynorm.swap_norms(model)).splitlines()[-1]
-    assert last == "1 swapped, 0 left; compiled by torch.compile, a model runs torch's norms"

@@ -11,7 +11,6 @@ import cupynorm
 torch = pytest.importorskip("torch")
 
 from cupynorm import DelayedScaling, fp8_autocast  # noqa: E402
-from cupynorm.nn import scales  # noqa: E402
 
 DTYPES = (torch.float64, torch.bfloat16)
 
@@ -57,21 +56,6 @@ def test_the_default_device_is_not_that_of_tensors():
     """Of an empty fp8 state."""
     with torch.device("meta"):
         assert cupynorm.Linear(4, 4, fp8_state=True).state_dict()["_extra_state"].is_cpu
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_amaxes_are_reduced_in_float32(monkeypatch, with_defaults, dtype):
-    seen = []
-    monkeypatch.setattr(
-        torch.distributed, "all_reduce", lambda tensor, *others: seen.append(tensor.dtype)
-    )
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(scales, "_compare", lambda *of: None)
-    with_defaults(dtype)
-    scales.end_step({}, [object()])
-    assert seen == [torch.float32]
 
 
 class Scaled(torch.nn.Module):

@@ -95,25 +95,6 @@ def test_scales_are_those_of_the_reference(name):
         np.testing.assert_array_equal(got.numpy(), reference.scale_of(amaxes, name, **options))
 
 
-def test_a_quantised_tensor():
-    x = torch.linspace(-3, 3, 40, dtype=torch.bfloat16).reshape(8, 5)
-    made = quantization.quantize(x, torch.tensor(100.0), recipes.E4M3)
-    assert (
-        made.shape == (8, 5)
-        and made.transposed is None
-        and made.dequantize().dtype == torch.bfloat16
-    )
-    assert (made.dequantize(torch.float32) - x.float()).abs().max() <= 3 * 2.0**-4
-    assert (
-        repr(made)
-        == "QuantizedTensor(shape=(8, 5), data=torch.float8_e4m3fn, dtype=torch.bfloat16, "
-        "block_rows=None)"
-    )
-    assert quantization.amax_of(x[:0]).item() == 0.0 and quantization.amax_of(
-        x[:, :0], 1
-    ).shape == (8,)
-
-
 @pytest.mark.parametrize("shape", [(256, 128), (130, 128), (300, 8), (128, 256), (257, 384)])
 @pytest.mark.parametrize("block_rows", [1, 128])
 def test_blocks_as_wide_as_a_row_and_wider(block_rows, shape):
@@ -150,8 +131,8 @@ def test_a_matrix_by_the_scale_of_its_own_amax(dtype, largest, rule, anywhere):
         values, name, reference.scale_of(reference.amax(values), name, **options)
     )
     x = x.to(anywhere)
-    beside, sums = quantization.quantize_and_sum(x, recipes.E4M3, torch.float32, rule=rule)
-    for made in (quantization.quantize_current(x, recipes.E4M3, rule, transpose=True), beside):
+    beside, sums = quantization.quantize_and_sum(x, rule, recipes.E4M3, torch.float32)
+    for made in (quantization.quantize(x, rule, recipes.E4M3, transpose=True), beside):
         # The byte of a NaN is not compared, because its sign may differ.
         same = np.arange(values.size).reshape(values.shape) != (
             5 * 40 + 7 if np.isnan(largest) else -1

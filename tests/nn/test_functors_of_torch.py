@@ -39,10 +39,7 @@ def sums(x, weight, bias, scale, gate, residual):
 
 def alone(x, weight, bias, scale, shift):
     return cupynorm.rms_norm(
-        x,
-        8,
-        weight,
-        fuse=[functors.bias_gelu(bias), functors.ada_ln(scale, shift)],
+        x, 8, weight, fuse=[functors.bias_gelu(bias), functors.ada_ln(scale, shift)]
     )
 
 
@@ -192,11 +189,7 @@ def test_no_rows_by_torch():
 
 def test_the_gradient_of_an_array_per_row():
     times = cupynorm.functor(
-        "times",
-        "x = x * s;",
-        arrays=("s",),
-        per_row=("s",),
-        backward="ds = dx * x; dx = dx * s;",
+        "times", "x = x * s;", arrays=("s",), per_row=("s",), backward="ds = dx * x; dx = dx * s;"
     )
     given = draw(3, 2, 8), draw(3, 2), draw(3, 2, 8)
 

@@ -12,7 +12,7 @@ import pytest
 from cupynorm import Launch
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.gpu import arrays, launch, nvrtc
-from cupynorm.norm import arguments, prepared
+from cupynorm.norm import prepared
 from cupynorm.norm.calls import FOR_STATISTICS, FOR_Y, PreparedForward, prepare_backward
 from cupynorm.norm.request import (
     BackwardOperands,
@@ -100,26 +100,3 @@ print(*[each.message for each in caught], sep="|")
     assert done.stdout.strip() == (
         "launch was given for arrays on the CPU, where no kernel runs; it does not apply"
     )
-
-
-@pytest.mark.gpu
-@BOTH
-def test_margins_reach_the_plans(ours, theirs, monkeypatch):
-    plain, seen = arguments.make_plan, []
-
-    def make_plan(problem, device, num_rows, **options):
-        seen.append(("forward" if problem.forward else "backward", options["sm_margin"]))
-        return plain(problem, device, num_rows, **options)
-
-    monkeypatch.setattr(arguments, "make_plan", make_plan)
-    prepared.forget()
-    module = ours(
-        1024, device="cuda", launch=Launch(sm_margin={"forward": 1, "backward": 2, "inference": 3})
-    )
-    x = random_input(600, 1024).cuda().requires_grad_()
-    y = module(x)
-    y.backward(torch.ones_like(y))
-    with torch.no_grad():
-        assert torch.equal(module(x), y)  # the grid changes, no bit of the result
-    assert seen == [("forward", 1), ("backward", 2), ("forward", 3)]
-    prepared.forget()

@@ -94,8 +94,7 @@ def test_arrays_of_functors_have_their_sequences_too(where):
     silu, by_cols = cupynorm.functors.silu_gate, cupynorm.functors.layer_scale(scale)
     y = cupynorm.layer_norm(input, COLS, fuse=(silu(gate), by_cols))
     assert_same(
-        y.values(),
-        cupynorm.layer_norm(input.values(), COLS, fuse=(silu(gate.values()), by_cols)),
+        y.values(), cupynorm.layer_norm(input.values(), COLS, fuse=(silu(gate.values()), by_cols))
     )
     (of_gate,) = torch.autograd.grad(y.values().sum(), gate)
     assert of_gate.shape == gate.shape

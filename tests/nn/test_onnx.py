@@ -36,24 +36,6 @@ def operators(model) -> set[str]:
     return {node.op_type for node in model.graph.node}
 
 
-class Call(torch.nn.Module):
-    """A module of a function and its keywords."""
-
-    def __init__(self, function, **options) -> None:
-        super().__init__()
-        self.function, self.options = function, options
-        self.weight = torch.nn.Parameter(torch.randn(16))
-        self.bias = torch.nn.Parameter(torch.randn(16))
-
-    def forward(self, x, other=None):
-        inputs = (x,) if other is None else (x, other)
-        return self.function(self, *inputs, **self.options)
-
-
-def layer_norm(module, x, **options):
-    return cupynorm.layer_norm(x, 16, module.weight, module.bias, **options)
-
-
 def draw(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(len(shape) * shape[0])
     return torch.randn(shape, generator=generator)
@@ -93,10 +75,3 @@ def test_a_model_whose_norms_were_swapped():
     x = draw(3, 4, 16)
     (got,) = run(export(swapped, x), x)
     torch.testing.assert_close(got, layer(x).detach(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_functors():
-    module, x = Call(layer_norm, fuse=cupynorm.functors.layer_scale(draw(16))), draw(5, 16)
-    (got,) = run(export(module, x), x)
-    torch.testing.assert_close(got, module(x), rtol=1e-5, atol=1e-5)

@@ -14,7 +14,6 @@ from delayed_scaling import Machine
 import cupynorm
 
 torch = pytest.importorskip("torch")
-from cuda_graphs import side_stream  # noqa: E402
 from norm_calls import DEVICES  # noqa: E402
 
 from cupynorm.nn import quantization, recipes, scales  # noqa: E402
@@ -257,10 +256,7 @@ def header(text: bytes, *numbers: float) -> torch.Tensor:
         (header(b'{"y": [1, -1]}'), ".*; expected the names of scales and their extents"),
         (header(b'{"y": 3}'), ".*; expected the names of scales and their extents"),
         (header(b"{}"), "has 0 bytes of numbers; expected some"),
-        (
-            header(b'{"y": [1, 1]}', np.nan, 0),
-            r"has the scales \[nan\]; expected finite",
-        ),
+        (header(b'{"y": [1, 1]}', np.nan, 0), r"has the scales \[nan\]; expected finite"),
         (header(b'{"y": [1, 1]}', 0, 0), r"has the scales \[0.0\]; expected finite ones above 0"),
         (header(b'{"y": [1, 1]}', -np.inf, 0), r"has the scales \[-inf\]; expected finite"),
     ],
@@ -273,29 +269,3 @@ def test_states_of_a_wrong_form_are_refused(kind, state, sentence):
     with pytest.raises((TypeError, ValueError), match=f"the fp8 state in a state dict {sentence}"):
         module.load_state_dict(before | {"_extra_state": state})
     assert module.state_dict().keys() == before.keys()
-
-
-@pytest.mark.gpu
-def test_a_step_of_delayed_scaling_in_a_cuda_graph():
-    recipe, length = DelayedScaling(amax_history_len=3), 3
-    scales, plain = (Scales((recipes.E4M3,), length, torch.device("cuda")) for _ in range(2))
-    x = torch.ones(64, 64, device="cuda")
-
-    def step(scales):
-        record(scales, 0, x)
-        data = quantization.encode(x, scales.scale[0], recipes.E4M3)
-        scales.update(recipe)
-        return data
-
-    with side_stream():
-        step(Scales((recipes.E4M3,), length, torch.device("cuda")))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(scales)
-    for size in (3.0, 0.5, 100.0, 2.0):
-        x.fill_(size)
-        graph.replay()
-        assert torch.equal(captured.view(torch.uint8), step(plain).view(torch.uint8))
-        assert torch.equal(scales.scale, plain.scale) and torch.equal(
-            scales.amax_history, plain.amax_history
-        )

@@ -413,10 +413,7 @@ LEFT = {
     "limited y": (Odd(lambda own, x: own.norm(x).clamp(-6e4, 6e4)), "it limits its results"),
     "limited x": (Odd(lambda own, x: own.norm(x.clamp(-500, 500))), NEITHER),
     "eps outside": (Odd(lambda own, x: own.weight * x / (square(x).sqrt() + 1e-6)), NEITHER),
-    "num_cols - 1": (
-        Odd(lambda own, x: rms(own, x, square(x) * 4096 / 4095), 4096),
-        NEITHER,
-    ),
+    "num_cols - 1": (Odd(lambda own, x: rms(own, x, square(x) * 4096 / 4095), 4096), NEITHER),
     "another eps": (Odd(lambda own, x: rms(own, x, square(x) + 1e-5)), NEITHER),
     "no norm": (Odd(lambda own, x: own.weight * x), NEITHER),
     "a detached variance": (Odd(lambda own, x: rms(own, x, square(x.detach()))), OTHER_GRADIENTS),
@@ -566,10 +563,10 @@ def test_the_report_groups_layers():
     report = cupynorm.swap_norms(model)
     assert len(report.swapped) == 12 and report.swapped[1].name == "layers.0.a"
     assert str(report).splitlines() == [
-        "name                         was                        now",
-        "last                         swap_classes.LlamaRMSNorm  cupynorm.RMSNorm  [1]",
-        "layers.0-3,5-11.a, 11 norms  swap_classes.LlamaRMSNorm  cupynorm.RMSNorm  [1]",
-        "layers.0-11.b, 12 norms      swap_classes.Gated                           [2]",
+        "name                  was                        now",
+        "last                  swap_classes.LlamaRMSNorm  cupynorm.RMSNorm  [1]",
+        "layers.*.a, 11 norms  swap_classes.LlamaRMSNorm  cupynorm.RMSNorm  [1]",
+        "layers.*.b, 12 norms  swap_classes.Gated                           [2]",
         f"[1] {TWICE}; {WIDENED}",
         "[2] its forward takes x, gate; expected one input",
         "12 swapped, 12 left; compiled by torch.compile, a model runs torch's norms",
@@ -660,12 +657,6 @@ def test_an_error_leaves_the_model_as_it_was():
         with pytest.raises(error):
             cupynorm.swap_norms(model)
         assert all(now is was for now, was in zip(model, before))
-
-
-def test_print_shows_which_norms_are_ours():
-    model, _, _ = two_norms()
-    assert "(0): cupynorm.LayerNorm((8,), eps=1e-05" in repr(model)
-    assert "(2): cupynorm.RMSNorm((8,), eps=1e-06" in repr(model)
 
 
 def test_a_report_can_be_pickled():

@@ -32,13 +32,6 @@ def ops() -> dict:
     return {op.name: op for op in op_db if op.name in (*NORMS, "native_layer_norm")}
 
 
-@pytest.fixture(scope="module")
-def module_infos() -> dict:
-    from torch.testing._internal.common_modules import module_db
-
-    return {info.module_cls: info for info in module_db}
-
-
 def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, *, eps=None) -> int:
     """Compares y with torch's float64 result to one ulp, and gradients to the bounds of the dtype.
 

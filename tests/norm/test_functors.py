@@ -81,12 +81,7 @@ def test_rows_of_several_dimensions_and_no_rows():
     y = cupynorm.rms_norm(x, 6, fuse=functors.rotary(cos=cos, sin=cos))
     plain = cupynorm.rms_norm(np.float64(x), 6, eps=2.0**-23)
     np.testing.assert_allclose(y, functors.rotary.reference(plain, cos, cos), rtol=1e-6, atol=1e-6)
-    assert cupynorm.rms_norm(x[:0], 6, fuse=functors.rotary(cos=cos, sin=cos)).shape == (
-        0,
-        3,
-        4,
-        6,
-    )
+    assert cupynorm.rms_norm(x[:0], 6, fuse=functors.rotary(cos=cos, sin=cos)).shape == (0, 3, 4, 6)
     flat = cupynorm.layer_norm(x, (4, 6), fuse=functors.silu_gate(gate=draw(4, 6)))
     assert flat.shape == x.shape
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -80,61 +78,6 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     if case.bias is None:
         results.pop("dbias", None)
     assert_right(problem, results)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "what, wanted",
-    [
-        (what, wanted)
-        for what in ("a stream of float32", "all", "a stream of the input's dtype")
-        for wanted in itertools.product((False, True), repeat=4)
-        # These have all four states of every pair.
-        if sum(wanted) in (0, 1, len(wanted) - 1, len(wanted))
-    ],
-)
-def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
-    problem = random_problem(CASES[what])
-    case = problem.case
-    options = options_of(problem, tensor)
-    forward = cupynorm.layer_norm_forward(
-        tensor(problem.x, case.x),
-        case.num_cols,
-        tensor(problem.weight, case.dtype("weight")),
-        tensor(problem.bias, case.dtype("bias")),
-        **options,
-    )
-
-    def gradients(names):
-        return cupynorm.layer_norm_backward(
-            tensor(problem.dy, case.dtype("y")),
-            forward.sum,
-            case.num_cols,
-            forward.mean,
-            forward.rstd,
-            tensor(problem.weight, case.dtype("weight")),
-            zero_centered_weight=case.zero_centered_weight,
-            dsum=tensor(problem.dsum, case.sum),
-            gradients=names,
-            dx_dtype=case.x,
-            dresidual_dtype=case.added,
-        )
-
-    names = [name for name, is_wanted in zip(cupynorm.FusedBackward._fields, wanted) if is_wanted]
-    made = gradients(names)._asdict()
-    made.pop("functors")
-    assert [name for name, gradient in made.items() if gradient is not None] == names
-    judged = {name: made[name] for name in names if case.has_own_sum or name != "dresidual"}
-    assert_right(problem, judged | {"sum": forward.sum})
-    # dx and dresidual are the same bits whether or not dweight and dbias are wanted.
-    if made["dx"] is not None and made["dresidual"] is not None:
-        everything = gradients(cupynorm.FusedBackward._fields)
-        assert torch.equal(made["dx"], everything.dx) and torch.equal(
-            made["dresidual"], everything.dresidual
-        )
-        assert made["dx"].dtype == getattr(torch, case.x) and made["dresidual"].dtype == getattr(
-            torch, case.added
-        )
 
 
 @pytest.mark.parametrize("residual_dtype", DTYPES)

@@ -8,16 +8,12 @@ from functools import partial
 import pytest
 
 import cupynorm
-from cupynorm.norm import prepared, quantized
 
 torch = pytest.importorskip("torch")
 from fused_cases import random  # noqa: E402
 
 ROWS, COLS = 6, 40
-FORWARDS = {
-    "plain": {},
-    "residual": {"residual": (ROWS, COLS)},
-}
+FORWARDS = {"plain": {}, "residual": {"residual": (ROWS, COLS)}}
 
 
 def negated(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,30 +96,6 @@ def test_explicit_calls_of_negated_operands(device, num_cols, is_strided):
     assert_same(partial(cupynorm.layer_norm_backward, normalized_shape=num_cols), of_backward)
 
 
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("name", ["x", "weight", "bias", "residual"])
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_calls_whatever_was_negated_before(device, norm, name, is_recorded):
-    """Repeated calls, which a comparison of layouts finds, begin with either of the two."""
-    shapes = {"x": (ROWS, COLS), "weight": (COLS,), "bias": (COLS,), "residual": (ROWS, COLS)}
-    plain = {key: draw(device, *shape, seed=at) for at, (key, shape) in enumerate(shapes.items())}
-    plain = {key: each.requires_grad_(is_recorded) for key, each in plain.items()}
-    other = plain | {name: negated(plain[name])}
-    dy = draw(device, ROWS, COLS, seed=9)
-
-    def call(given, dy):
-        x, weight, bias, residual = given.values()
-        y = getattr(cupynorm, norm)(x, COLS, weight, bias=bias, residual=residual)
-        return y.detach(), *(torch.autograd.grad(y, [*given.values()], dy) if is_recorded else ())
-
-    expected = call(plain, dy)
-    for calls in ((other, other, plain, plain, other), (plain, plain, other, other, plain)):
-        prepared.forget()
-        for given in calls:
-            for upstream in (dy, negated(dy)) if given is calls[0] else (negated(dy), dy):
-                assert all(map(torch.equal, call(given, upstream), expected))
-
-
 @pytest.mark.parametrize("scale", ["given", "tensor", "row", "block"])
 def test_fp8_calls_of_negated_operands(device, scale):
     tensors = {"x": draw(device, ROWS, COLS), "weight": draw(device, COLS)}
@@ -165,36 +137,6 @@ def test_functors_with_negated_arrays(device, is_recorded):
     assert_same(call, {name: each.requires_grad_() for name, each in tensors.items()})
 
 
-def test_matrices_that_are_negated(device):
-    x = {"x": draw(device, ROWS, COLS)}
-    assert_same(lambda x: quantized.sum_rows(x, "float32"), x)
-
-    def of(x):
-        made = quantized.quantize(x, "float8_e4m3fn", transpose=True, sums="float32")
-        return made.data.float(), made.transposed.float(), made.sums
-
-    assert_same(of, x)
-
-
-@pytest.mark.parametrize("is_first_strided", [False, True])
-def test_what_quantises_a_norm_again_is_negated(device, is_first_strided):
-    """In calls of one layout of x each other operand may have any."""
-    x = draw(device, ROWS, COLS)
-    tensors = {"mean": x.mean(1), "rstd": x.var(1, correction=0).rsqrt()}
-    tensors |= {"weight": draw(device, COLS, seed=1), "bias": draw(device, COLS, seed=2)}
-    tensors |= {"scale": torch.tensor([0.5], device=device)}
-
-    def of(mean, rstd, weight, bias, scale):
-        of_norm = quantized.OfNorm(True, weight, bias, False, mean, rstd)
-        made = quantized.quantize(x, "float8_e4m3fn", scale, transpose=True, of_norm=of_norm)
-        return made.data.float(), made.transposed.float(), made.scale_inv
-
-    strided = {name: each.repeat_interleave(2)[::2] for name, each in tensors.items()}
-    first, second = (strided, tensors) if is_first_strided else (tensors, strided)
-    assert all(map(torch.equal, of(**first), of(**second)))
-    assert_same(of, tensors)
-
-
 # Zeros that have no memory.
 
 
@@ -232,14 +174,6 @@ def test_zeros_without_memory(anywhere, dtype):
         return y.detach(), scaled.detach(), *gradients
 
     assert_same_of_zeros(call, tensors)
-
-
-def test_zeros_without_memory_in_explicit_calls(anywhere):
-    x = draw(anywhere, ROWS, COLS)
-    made = cupynorm.layer_norm_forward(x, COLS)
-    tensors = {"dy": draw(anywhere, ROWS, COLS, seed=2), "x": x, "mean": made.mean}
-    tensors |= {"rstd": made.rstd, "weight": draw(anywhere, COLS, seed=1)}
-    assert_same_of_zeros(partial(cupynorm.layer_norm_backward, normalized_shape=COLS), tensors)
 
 
 def test_what_a_kernel_writes_is_not_negated(device):

@@ -256,40 +256,6 @@ def test_temporaries_belong_to_the_stream_of_the_call():
 
 
 @pytest.mark.gpu
-def test_a_recorded_input_outlives_its_last_reference():
-    """An input made on one stream and read on another is freed before the read.
-
-    With record_stream its memory is not reused until the read has ended.
-    """
-    torch = loaded_torch()
-    values, weight = (
-        torch.randn(600, 1000, device="cuda"),
-        torch.randn(1000, device="cuda", requires_grad=True),
-    )
-    dy = torch.randn_like(values)
-    expected = cupynorm.layer_norm(values, 1000, weight)
-    (dweight,) = torch.autograd.grad(expected, weight, dy)
-    maker, reader = torch.cuda.Stream(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(maker):
-        x = values.clone()
-        address = x.data_ptr()
-    reader.wait_stream(maker)
-    with torch.cuda.stream(reader):
-        torch.cuda._sleep(4 * CYCLES)  # memory is allocated meanwhile
-        y = cupynorm.layer_norm(x, 1000, weight)
-        (got,) = torch.autograd.grad(y, weight, dy)
-    x.record_stream(reader)
-    del x
-    with torch.cuda.stream(maker):
-        others = [torch.full_like(values, torch.nan) for _ in range(4)]
-    assert not reader.query(), "the test ended before its stream: it shows nothing"
-    assert address not in [other.data_ptr() for other in others]
-    torch.cuda.synchronize()
-    assert torch.equal(y, expected) and torch.equal(got, dweight)
-
-
-@pytest.mark.gpu
 def test_calls_queued_on_several_streams_keep_their_own_addresses():
     """All are enqueued before the first runs, and share a plan and a buffer of arguments."""
     torch = loaded_torch()
@@ -314,27 +280,6 @@ def test_calls_queued_on_several_streams_keep_their_own_addresses():
     torch.cuda.synchronize()
     for got, right in zip(found, expected):
         assert all(map(torch.equal, got, right))
-
-
-@pytest.mark.gpu
-def test_backward_runs_on_the_stream_of_forward():
-    """torch orders backward(), called from another stream, after forward and before the caller."""
-    torch = loaded_torch()
-    values, dy = torch.randn(64, 1000, device="cuda"), torch.randn(64, 1000, device="cuda")
-    leaf = values.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(cupynorm.layer_norm(2 * leaf, 1000), leaf, dy)
-    stream = torch.cuda.Stream()
-    late = torch.zeros_like(values).requires_grad_()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(4 * CYCLES)  # memory is allocated meanwhile
-        with torch.no_grad():
-            late.copy_(values)
-        y = cupynorm.layer_norm(2 * late, 1000)
-    assert not stream.query(), "the test ended before its stream: it shows nothing"
-    torch.cuda.current_stream().wait_stream(stream)
-    y.backward(dy)
-    assert torch.equal(late.grad, expected)
 
 
 @pytest.mark.gpu

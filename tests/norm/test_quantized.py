@@ -14,7 +14,6 @@ import cupynorm
 from cupynorm import Launch
 from cupynorm.dispatch.devices import DEVICES as GPUS
 from cupynorm.dispatch.dispatch import make_plan
-from cupynorm.dispatch.grids import fetches_ahead
 from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.dtypes import FLOAT8S
 
@@ -137,33 +136,6 @@ def test_bytes_of_a_cluster_that_keeps_rows_in_registers(scaling, device):
         cut = cupynorm.Tile(8, 64, 2, cluster_size=2, exact=exact)
         launches = make_plan(problem, GPUS["H200"], 5, strategy="cluster", tile=cut).launches
         assert len(launches) == (1 if exact or scaling == "row" else 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scaling", SCALES)
-@pytest.mark.parametrize("num_cols, exact", [(1024, 1), (1000, 0)])
-def test_bytes_of_rows_fetched_while_others_are_written(num_cols, exact, scaling, device):
-    """Several rows per block, whose number differs between blocks."""
-    tile = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=exact)
-    problem = Problem(
-        "forward",
-        True,
-        num_cols,
-        "bfloat16",
-        Layout(16, True),
-        y=E4M3,
-        weight="bfloat16",
-        scaling=scaling,
-    )
-    assert fetches_ahead(problem, tile) == (scaling in ("row", "block", "block64"))
-    x, weight = (
-        random(*shape, num_cols, dtype=torch.bfloat16, seed=at, device=device)
-        for at, shape in enumerate([(7,), ()])
-    )
-    options = {"strategy": "block", "tile": tile, "sm_margin": GPUS["H200"].num_sms - 1}
-    assert make_plan(problem, GPUS["H200"], 7, **options).launches[0].grid_size == 2
-    norm = ("layer_norm", "rms_norm")[(exact + SCALES.index(scaling)) % 2]  # by turns
-    assert_exact(norm, x, scaling, weight=weight, launch=Launch(**options))
 
 
 # norm, tile, num_rows, and computed by hand for an H200: grid size, blocks or clusters that start

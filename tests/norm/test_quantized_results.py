@@ -36,9 +36,7 @@ def test_dequantize_gives_y_within_half_a_step(scaling, anywhere):
     """A step of the 8-bit format, at the scale, by each way through the library."""
     x = random(6, 200, dtype=torch.bfloat16, device=anywhere)
     made = cupynorm.layer_norm(
-        x,
-        200,
-        out_dtype=how_of(scaling, transpose=scaling in ("given", "tensor")),
+        x, 200, out_dtype=how_of(scaling, transpose=scaling in ("given", "tensor"))
     )
     y = cupynorm.layer_norm(x, 200, out_dtype="float32")
     got = made.dequantize("float32")
@@ -64,10 +62,7 @@ def test_dequantize_of_rows_of_several_dimensions(shape, num_dims, scaling, anyw
     """Scale blocks span all normalised dimensions. float32 rounds the one product."""
     weight = random(*shape[-num_dims:], seed=1, device=anywhere) * 10
     made = cupynorm.layer_norm(
-        random(*shape, device=anywhere),
-        shape[-num_dims:],
-        weight,
-        out_dtype=how_of(scaling),
+        random(*shape, device=anywhere), shape[-num_dims:], weight, out_dtype=how_of(scaling)
     )
     rows = numpy(made.data).reshape(-1, weight.numel())
     lies = {"given": (), "tensor": (), "row": len(rows)}.get(scaling, (len(rows), -1))
@@ -84,12 +79,7 @@ def test_gradients_flow_as_if_nothing_was_rounded(scaling, anywhere):
     weight = random(40, seed=2, device=anywhere).requires_grad_()
     dy, dsum = (random(6, 40, seed=seed, device=anywhere) for seed in (3, 4))
     made, added = cupynorm.rms_norm(
-        x,
-        40,
-        weight,
-        residual=residual,
-        return_residual=True,
-        out_dtype=how_of(scaling, E5M2),
+        x, 40, weight, residual=residual, return_residual=True, out_dtype=how_of(scaling, E5M2)
     )
     torch.autograd.backward((made.dequantize(), added), (dy, dsum))
     got = [each.grad for each in (x, weight, residual)]
@@ -104,9 +94,7 @@ def test_gradients_flow_as_if_nothing_was_rounded(scaling, anywhere):
 def test_an_input_without_rows_has_empty_results(anywhere):
     for scaling in SCALES:
         made = cupynorm.layer_norm(
-            torch.empty(0, 40, device=anywhere),
-            40,
-            out_dtype=how_of(scaling),
+            torch.empty(0, 40, device=anywhere), 40, out_dtype=how_of(scaling)
         )
         assert made.shape == (0, 40) and made.dequantize().shape == (0, 40)
 
@@ -115,9 +103,7 @@ def test_rows_without_columns_have_empty_results(anywhere):
     for scaling in SCALES:
         transpose = scaling in ("given", "tensor")
         made = cupynorm.layer_norm(
-            torch.empty(3, 0, device=anywhere),
-            0,
-            out_dtype=how_of(scaling, transpose=transpose),
+            torch.empty(3, 0, device=anywhere), 0, out_dtype=how_of(scaling, transpose=transpose)
         )
         assert made.shape == made.dequantize().shape == (3, 0)
         assert tuple(made.transposed.shape) == (0, 3) if transpose else made.transposed is None

@@ -77,10 +77,7 @@ def test_views_give_the_results_of_contiguous_matrices(device):
     for view in (x[:, :40], x[::2], x[:, 1:34], x.t(), x[0].expand(50, 48)):
         expected = view.double().sum(0)
         allowed = len(view) * 2.0**-24 * view.double().abs().sum(0)  # each addition rounds
-        for made in (
-            quantized.sum_rows(view, "float32"),
-            operands.sum_rows(view, torch.float32),
-        ):
+        for made in (quantized.sum_rows(view, "float32"), operands.sum_rows(view, torch.float32)):
             assert made.dtype == torch.float32
             assert ((made.double() - expected).abs() <= allowed).all()
         assert quantized.amax(view).item() == view.abs().max().item()

@@ -38,38 +38,9 @@ def forward_request(input=None, *, options=PLAIN, **operands) -> ForwardRequest:
 # Launch.
 
 
-def test_a_launch_keeps_each_choice_in_its_field_and_cannot_change():
-    made = Launch("warp", TILE, "welford", 3)
-    assert (made.strategy, made.statistics, made.sm_margin) == ("warp", "welford", 3)
-    assert made.tile == cupynorm.Tile(**TILE)
-    assert made == Launch("warp", cupynorm.Tile(**TILE), "welford", 3) and hash(made)
-    assert made not in {Launch("warp", TILE, "welford", 4), Launch("warp", None, "welford", 3)}
-    with pytest.raises(AttributeError):
-        made.strategy = "block"
-    with pytest.raises(AttributeError):
-        made.tile.pack_size = 8
-
-
 def test_a_tile_needs_a_strategy():
     with pytest.raises(ValueError, match="^tile is given without strategy; expected the strategy"):
         Launch(tile=TILE)
-
-
-def test_changing_the_given_dicts_later_does_not_change_a_launch():
-    tile, margins = dict(TILE), {"forward": 1}
-    made = Launch("warp", tile, None, margins)
-    tile["pack_size"] = 8
-    margins["forward"] = 9
-    assert made.tile.pack_size == TILE["pack_size"]
-    assert made.sm_margin == Margins(forward=1)
-
-
-def test_a_margin_becomes_a_python_int():
-    for margin in (np.int32(5), np.int64(5), 5):
-        made = Launch(sm_margin=margin).sm_margin
-        assert made == 5 and type(made) is int
-        made = Launch(sm_margin={"backward": margin}).sm_margin
-        assert made == Margins(backward=5) and type(made.backward) is int
 
 
 def test_a_backward_takes_the_strategy_and_not_the_tile():
@@ -153,12 +124,6 @@ def test_an_eps_of_true_is_refused_after_a_call_with_an_equal_eps(kernels):
     prepared_forward(options=PLAIN._replace(eps=1.0))
     with pytest.raises(TypeError, match="eps is True"):
         prepared_forward(options=PLAIN._replace(eps=True))
-
-
-def test_a_request_that_is_refused_leaves_no_prepared_call(kernels):
-    with pytest.raises(ValueError, match="weight has shape"):
-        prepared_forward(weight=torch.ones(7))
-    assert not prepared.forwards
 
 
 def prepared_backward(*, dsum=None, **options) -> object:
