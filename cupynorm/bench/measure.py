@@ -58,13 +58,12 @@ def bench(
 
     todo: from cells() and linear_cells(), by default the widths of cells(). runs: samples of each
     library in each cell. seed: of the random data, fresh if None. peers: names of PEERS, by default
-    all that can run.
-    jobs: processes that compile all kernels ahead, into caches on disk; 1 compiles each in its
-    turn. progress: wraps the cells, as tqdm does. command: that made the result.
+    all that can run. jobs: processes that compile all kernels ahead, into caches on disk; 1
+    compiles each in its turn. progress: wraps the cells, as tqdm does. command: that made the
+    result.
 
-    Returns a BenchResult: prints as tables; `medians` has the numbers for a script. After the first
-    cell, an interrupt (Ctrl-C) or a failure of cupynorm ends the run. The result then has what was
-    measured, and is not ok.
+    Returns a BenchResult: prints as tables. After the first cell, an interrupt (Ctrl-C) or a
+    failure of cupynorm ends the run. The result then has what was measured, and is not ok.
     Raises ValueError without a GPU and for unknown names, MissingLibraryError without CuPy, and
     what cupynorm raises in the first cell.
     """

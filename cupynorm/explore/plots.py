@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ..bench.report import COLORS, GUIDE, STYLE, BenchResult, draw_speeds, look
-from .trace import BULK, SECTOR_BYTES
 
 Points = tuple[Sequence[float], Sequence[float]]  # xs, ys
 _FONT, _ELSE = "DejaVu Sans", "sans-serif"
@@ -265,7 +264,7 @@ def owners(trace: Any, tensor: str = "x", launch: int = 0) -> Plot:
     ):
         warp = int(block) * warps_per_block + int(thread) // 32
         color = _shade(COLORS[warp % 6], int(thread) % 32 / 31 * 0.75)
-        image.reshape(-1, 3)[low:high] = _GREY if kind in BULK else color
+        image.reshape(-1, 3)[low:high] = _GREY if kind in trace.BULK else color
     extent = (0, num_cols, shown - 0.5, -0.5)
     axes.imshow(image, aspect="auto", interpolation="none", extent=extent)
     axes.hlines(np.arange(1, shown) - 0.5, 0, num_cols, color="white", linewidth=3)
@@ -281,8 +280,8 @@ def lanes(trace: Any, tensor: str = "x", launch: int = 0) -> Plot:
     far apart each need a sector of their own.
     """
     one = trace.first_request(tensor, launch)
-    sectors = one["address"].astype(np.int64) / SECTOR_BYTES
-    last = (one["address"] + one["num_bytes"] - np.uint64(1)).astype(np.int64) // SECTOR_BYTES
+    sectors = one["address"].astype(np.int64) / trace.SECTOR_BYTES
+    last = (one["address"] + one["num_bytes"] - np.uint64(1)).astype(np.int64) // trace.SECTOR_BYTES
     touched = sorted({each for a, b in zip(sectors, last) for each in range(int(a), int(b) + 1)})
     num_bytes = int(one["num_bytes"].sum())
     who = f"{len(one)} lanes ask for" if len(one) > 1 else "one thread asks for"

@@ -123,6 +123,8 @@ class Trace:
     plan: of the call. tensors: by name. launches: their kernels, in order.
     """
 
+    SECTOR_BYTES, BULK = SECTOR_BYTES, BULK
+
     def __init__(self, plan: Plan, tensors: dict[str, Tensor], recorded: list[Recorded]) -> None:
         self.plan, self.tensors, self._recorded = plan, tensors, recorded
         self.launches = [each.launch for each in recorded]
