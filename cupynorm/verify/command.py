@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from .. import __version__
-from ..command_line import Appended, Commands, finite, number, positive, several
+from ..command_line import Appended, Commands, finite, number, several, shapes
 from ..dispatch.devices import Device
 from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
@@ -94,20 +94,8 @@ def add_to(commands: Commands) -> None:
     dtypes = "of random data, with commas or given again (float32)"
     add("--dtype", action=Appended, type=several(list(DTYPES)), help=dtypes)
     several_shapes = "of random data, with commas or given again (64x768,61x769,7x8195)"
-    add("--shape", action=Appended, type=shapes, help=several_shapes)
+    add("--shape", action=Appended, type=shapes("rows x columns", "64x768"), help=several_shapes)
     parser.set_defaults(run=run)
-
-
-def shapes(text: str) -> list[tuple[int, int]]:
-    """The type of an argument such as 64x768,3x33."""
-    extents = []
-    for each in text.split(","):
-        parts = each.split("x")
-        if len(parts) != 2:
-            sentence = f"{each!r} is no shape; expected rows x columns, such as 64x768"
-            raise argparse.ArgumentTypeError(sentence)
-        extents.append((positive(parts[0]), positive(parts[1])))
-    return extents
 
 
 def run(arguments: argparse.Namespace) -> int:

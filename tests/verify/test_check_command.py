@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from cupynorm import __main__ as command
-from cupynorm.command_line import argparse
+from cupynorm.command_line import argparse, shapes
 from cupynorm.verify import kernels
 from cupynorm.verify.cases import Case, random_problem
 from cupynorm.verify.check_function import Callables, check_callables
-from cupynorm.verify.command import entries_of, shapes
+from cupynorm.verify.command import entries_of
 from cupynorm.verify.traps import Trial
 
 MODULE = """
@@ -185,10 +185,11 @@ def test_a_command_that_is_left_by_sys_exit_fails(monkeypatch, capsys):
 
 
 def test_shapes_are_read():
-    assert shapes("64x768,3x2**4") == [(64, 768), (3, 16)]
+    read = shapes("rows x columns", "64x768")
+    assert read("64x768,3x2**4") == [(64, 768), (3, 16)]
     for wrong in ("64", "1x2x3", "0x4", "axb"):
         with pytest.raises(argparse.ArgumentTypeError):
-            shapes(wrong)
+            read(wrong)
 
 
 def test_norm_and_eps_reach_the_cases_of_the_kernels():
