@@ -163,10 +163,8 @@ def test_the_chart_says_which_line_is_ours(tmp_path):
     chart(result(*cells, measurement(64, "backward")), tmp_path / "a.svg")
     chart(result(*cells, measurement(64, "backward")), tmp_path / "b.svg")
     text = (tmp_path / "a.svg").read_text()
-    assert (
-        "<!-- cupynorm, this library -->" in text
-        and "<!-- layer_norm backward, bfloat16 -->" in text
-    )
+    assert "<!-- cupynorm, this library -->" in text
+    assert "<!-- layer_norm backward, bfloat16 -->" in text
     assert text == (tmp_path / "b.svg").read_text()
 
 
