@@ -108,13 +108,6 @@ class BenchResult:
     def __bool__(self) -> bool:
         return self.ok
 
-    def medians(self) -> dict[Cell | LinearCell, dict[str, float]]:
-        """Cell -> library -> median microseconds."""
-        return {
-            each.cell: {name: each.median(name) for name in each.samples}
-            for each in self.measurements
-        }
-
     @property
     def libraries(self) -> list[str]:
         """cupynorm first, then the peers that ran in any cell."""

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import fields
 
 import pytest
-from plan_problems import CUDA_SRC, DIRECTIONS, TABLE
+from plan_problems import CUDA_SRC, DIRECTIONS, TABLE, problem_of
 
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.dispatch import make_plan
 from cupynorm.dispatch.problem import PATHS, PATHS_OF_STRATEGY, Tile
 from cupynorm.plans import plan
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("device", ["H200", "A100"])
-def test_tile_is_read_back_from_its_text(device, direction):
-    for num_cols in (3, 64, 127, 1024, 4095, 12288, 40960, 1 << 20):
-        made = plan(num_cols, direction=direction, device=device)
-        assert Tile.of(str(made.tile)) == made.tile
-        assert f"path {made.tile.path}" in str(Tile.of(str(made.tile)))
-        assert made.tile.path in PATHS_OF_STRATEGY[made.strategy]
-    assert Tile.of("pack_size 8,threads_per_row  32, stages 2") == Tile(8, 32, stages=2)
-    with pytest.raises(ValueError, match="tile has path 'rings'; expected one of registers"):
-        Tile.of("pack_size 8, threads_per_row 32, path rings")
 
 
 def test_cpp_of_a_tile_has_the_fields_of_tile_cuh_in_order():
@@ -48,3 +38,35 @@ def test_paths_are_those_of_tile_cuh():
     assert tuple(re.findall(r"^\s*(\w+),", declared, re.M)) == PATHS
     assert {path for paths in PATHS_OF_STRATEGY.values() for path in paths} == set(PATHS)
     assert tuple(PATHS_OF_STRATEGY) == TABLE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tile", "sentence"),
+    [
+        (
+            "warp",
+            Tile(8, 32, 4, path="ring"),
+            "path 'ring'; expected one of registers, bundle for strategy 'warp'",
+        ),
+        ("block", Tile(8, 128, 4, path="bundle"), "path 'bundle'; expected one of registers, smem"),
+        ("uncached", Tile(8, 128, path="smem"), "path 'smem'; expected one of uncached for"),
+        (
+            "block",
+            Tile(8, 128, 1, stages=2, path="registers"),
+            "stages 2; expected 0: path 'registers' has none",
+        ),
+        ("block", Tile(8, 128, 1, path="ring"), "path 'ring' and stages 0; .* 1 or more"),
+    ],
+)
+def test_paths_that_a_strategy_refuses(strategy, tile, sentence):
+    make_plan(problem_of(1024), DEVICES["H200"], 8, strategy="uncached", tile=Tile(8, 128))
+    with pytest.raises(ValueError, match=sentence):
+        make_plan(problem_of(1024), DEVICES["H200"], 8, strategy=strategy, tile=tile)
+
+
+def test_text_of_a_tile_names_its_path():
+    for name, direction in itertools.product(("H200", "A100"), DIRECTIONS):
+        for num_cols in (3, 64, 127, 1024, 4096, 16384, 65536, 1 << 20):
+            made = plan(num_cols, device=name, direction=direction)
+            assert f"path {made.tile.path}" in str(made.tile)
+            assert made.tile.path in PATHS_OF_STRATEGY[made.strategy]
