@@ -86,6 +86,21 @@ def several(names: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def shapes(names: str, example: str) -> Callable[[str], list[tuple[int, ...]]]:
+    """The type of an argument such as 64x768,3x33. names: of the extents, as "rows x columns"."""
+
+    def parse(text: str) -> list[tuple[int, ...]]:
+        made = []
+        for each in text.lower().split(","):
+            if each.count("x") != names.count(" x "):
+                sentence = f"{each!r} is no shape; expected {names}, such as {example}"
+                raise argparse.ArgumentTypeError(sentence)
+            made.append(tuple(map(positive, each.split("x"))))
+        return made
+
+    return parse
+
+
 def check_folders(*paths: str | Path | None) -> None:
     """Raises ValueError for an output file that is a folder, or whose folder does not exist.
 

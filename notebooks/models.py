@@ -46,7 +46,7 @@ import cupynorm
 from cupynorm.bench.report import quartiles, rewrite_table
 from cupynorm.command_line import Appended, positive, several
 from cupynorm.gpu.nvrtc import environment
-from cupynorm.table import as_markdown, as_text
+from cupynorm.table import as_markdown
 
 DOCUMENT = Path("docs/benchmarks.md")
 BACKEND = "inductor"
@@ -63,21 +63,23 @@ NOISE = 2.0**-16  # of bfloat16's roundings, 2^-9, averaged over many elements
 class Subject(NamedTuple):
     """A model to measure.
 
-    sizes, quick: its arguments, and those of --quick. batch: samples in a step, in full and with
-    --quick. weights: dtype in training on a GPU; float32 is computed under autocast to bfloat16.
+    sizes: its arguments. batch: samples in a step. weights: dtype in training on a GPU; float32 is
+    computed under autocast to bfloat16.
     """
 
     title: str
     about: str
     make: Callable[..., torch.nn.Module]
     sizes: dict[str, Any]
-    quick: dict[str, Any]
-    batch: tuple[int, int]
-    weights: torch.dtype
+    batch: int
+    weights: torch.dtype = torch.float32
 
 
-_TINY = {"num_layers": 2, "width": 64}
-_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+# With --quick.
+_QUICK = {"num_layers": 2, "width": 64, "context": 32, "num_tokens": 100, "mlp_width": 128}
+_QUICK |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+_QUICK |= {"image_size": 32, "patch_size": 8, "num_classes": 10}
+_QUICK_BATCH = 2
 # Vocabularies are padded to a multiple of 64, as in training: products of odd widths are slow.
 MODELS = {
     "gpt2": Subject(
@@ -85,18 +87,14 @@ MODELS = {
         "32 x 1024 tokens, float32 under autocast",
         Gpt2,
         {"num_layers": 12, "width": 768, "context": 1024, "num_tokens": 50304},
-        _TINY | {"context": 32, "num_tokens": 100},
-        (32, 2),
-        torch.float32,
+        32,
     ),
     "bert": Subject(
         "BERT-base",
         "64 x 512 tokens, float32 under autocast",
         Bert,
         {"num_layers": 12, "width": 768, "num_heads": 12, "context": 512, "num_tokens": 30528},
-        _TINY | {"num_heads": 2, "context": 32, "num_tokens": 100},
-        (64, 2),
-        torch.float32,
+        64,
     ),
     "vit": Subject(
         "ViT-L/16",
@@ -104,9 +102,7 @@ MODELS = {
         Vit,
         {"num_layers": 24, "width": 1024, "num_heads": 16}
         | {"image_size": 224, "patch_size": 16, "num_classes": 1000},
-        _TINY | {"num_heads": 2, "image_size": 32, "patch_size": 8, "num_classes": 10},
-        (128, 2),
-        torch.float32,
+        128,
     ),
     "llama3": Subject(
         "Llama 3 8B, 2 layers",
@@ -115,10 +111,7 @@ MODELS = {
         {"num_layers": 2, "width": 4096, "context": 4096, "base": 5e5, "eps": 1e-5}
         | {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "mlp_width": 14336}
         | {"with_norms": False},
-        _TINY
-        | _HEADS
-        | {"context": 32, "base": 5e5, "eps": 1e-5, "mlp_width": 128, "with_norms": False},
-        (2, 2),
+        2,
         torch.bfloat16,
     ),
     "qwen3": Subject(
@@ -128,10 +121,7 @@ MODELS = {
         {"num_layers": 4, "width": 2048, "context": 4096, "base": 1e6, "eps": 1e-6}
         | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "mlp_width": 6144}
         | {"with_norms": True},
-        _TINY
-        | _HEADS
-        | {"context": 32, "base": 1e6, "eps": 1e-6, "mlp_width": 128, "with_norms": True},
-        (4, 2),
+        4,
         torch.bfloat16,
     ),
     "dit": Subject(
@@ -139,9 +129,7 @@ MODELS = {
         "256 images of 256 tokens, float32 under autocast",
         Dit,
         {"num_layers": 1, "width": 1024, "num_heads": 16, "num_tokens": 256},
-        {"num_layers": 1, "width": 64, "num_heads": 2, "num_tokens": 16},
-        (256, 2),
-        torch.float32,
+        256,
     ),
 }
 
@@ -255,7 +243,7 @@ class Result:
 
     def runs(self) -> list[str]:
         """Those that were measured in any model."""
-        every = [each for found in self.phases().values() for _, each in found]
+        every = [phase for model in self.models.values() for phase in model.phases.values()]
         return [run for run in RUNS if any(run in each.milliseconds for each in every)]
 
     def times(self, phase: str) -> list[list[str]]:
@@ -304,13 +292,7 @@ class Result:
         return sentences
 
     def __str__(self) -> str:
-        lines = [self.introduction()]
-        lines += [f"{model.title}: {model.about}" for model in self.models.values()]
-        for phase, models in self.phases().items():
-            lines += ["", phase, as_text(self.times(phase))] if models else []
-        lines += ["", "relative distance from torch", as_text(self.distances())]
-        lines += ["", *self.gains(), *self.left_out, *(f"TOO FAR: {each}" for each in self.too_far)]
-        return "\n".join(lines)
+        return "\n".join([self.markdown(), *(f"TOO FAR: {each}" for each in self.too_far)])
 
     def markdown(self) -> str:
         """The tables of docs/benchmarks.md."""
@@ -341,7 +323,10 @@ def make(subject: Subject, given: argparse.Namespace) -> torch.nn.Module:
     """A model with random weights, among them those of norms: ones would hide errors in use."""
     torch.manual_seed(given.seed)
     with torch.device(given.device), torch.no_grad():
-        model = subject.make(**(subject.quick if given.quick else subject.sizes))
+        sizes = subject.sizes
+        if given.quick:
+            sizes = {name: _QUICK.get(name, size) for name, size in sizes.items()}
+        model = subject.make(**sizes)
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.02)
@@ -371,7 +356,7 @@ class Step:
 
     def __init__(self, phase: str, subject: Subject, given: argparse.Namespace) -> None:
         self.trains, self.on_gpu = phase == "training", on_gpu(given.device)
-        self.batch_size = subject.batch[given.quick]
+        self.batch_size = _QUICK_BATCH if given.quick else subject.batch
         self.autocast = self.trains and self.on_gpu and subject.weights is torch.float32
         self.generator = torch.Generator(given.device).manual_seed(given.seed)
 

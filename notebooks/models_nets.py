@@ -183,16 +183,19 @@ def mlp(width: int, approximate: str = "none") -> torch.nn.Sequential:
     )
 
 
-class BertBlock(torch.nn.Module):
-    """A layer of BERT: the norms are after the sums."""
+class EncoderBlock(torch.nn.Module):
+    """A layer of BERT, whose norms are after the sums, or of ViT: before attention and MLP."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, *, eps: float, norm_first: bool) -> None:
         super().__init__()
         self.attention, self.mlp = Attention(width, num_heads), mlp(width)
-        self.attention_norm = torch.nn.LayerNorm(width, eps=1e-12)
-        self.mlp_norm = torch.nn.LayerNorm(width, eps=1e-12)
+        self.norm_first = norm_first
+        self.attention_norm, self.mlp_norm = (torch.nn.LayerNorm(width, eps=eps) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.norm_first:
+            x = x + self.attention(self.attention_norm(x))
+            return x + self.mlp(self.mlp_norm(x))
         x = self.attention_norm(x + self.attention(x))
         return self.mlp_norm(x + self.mlp(x))
 
@@ -209,7 +212,9 @@ class Bert(torch.nn.Module):
         self.tokens = torch.nn.Embedding(num_tokens, width)
         self.positions = torch.nn.Embedding(context, width)
         self.norm = torch.nn.LayerNorm(width, eps=1e-12)
-        self.blocks = torch.nn.ModuleList(BertBlock(width, num_heads) for _ in range(num_layers))
+        self.blocks = torch.nn.ModuleList(
+            EncoderBlock(width, num_heads, eps=1e-12, norm_first=False) for _ in range(num_layers)
+        )
         self.before_head = torch.nn.Sequential(
             torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.LayerNorm(width, eps=1e-12)
         )
@@ -233,20 +238,6 @@ class Bert(torch.nn.Module):
         return (tokens, masked), torch.randint(num_tokens, masked.shape, **options)
 
 
-class VitBlock(torch.nn.Module):
-    """A layer of ViT: the norms are before attention and MLP."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.attention, self.mlp = Attention(width, num_heads), mlp(width)
-        self.attention_norm = torch.nn.LayerNorm(width, eps=1e-6)
-        self.mlp_norm = torch.nn.LayerNorm(width, eps=1e-6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Vit(torch.nn.Module):
     """ViT (Dosovitskiy and others 2021): patches and a class token, which is classified."""
 
@@ -268,7 +259,9 @@ class Vit(torch.nn.Module):
         self.class_token = torch.nn.Parameter(torch.zeros(1, 1, width))
         num_patches = (image_size // patch_size) ** 2
         self.positions = torch.nn.Parameter(torch.zeros(1, 1 + num_patches, width))
-        self.blocks = torch.nn.ModuleList(VitBlock(width, num_heads) for _ in range(num_layers))
+        self.blocks = torch.nn.ModuleList(
+            EncoderBlock(width, num_heads, eps=1e-6, norm_first=True) for _ in range(num_layers)
+        )
         self.norm = torch.nn.LayerNorm(width, eps=1e-6)
         self.head = torch.nn.Linear(width, num_classes)
 

@@ -2,13 +2,11 @@
 
     torchrun --nproc-per-node 2 notebooks/time_on_ranks.py
 
-Each result is compared with another way of computing it before it is timed. Without GPUs small
-shapes run on processes of the CPU, whose times mean nothing.
+Without GPUs small shapes run on processes of the CPU, whose times mean nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import time
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor, distributed
 
 import cupynorm
-from cupynorm.linear.products import Pending
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPUS else "cpu"
@@ -56,17 +53,11 @@ def milliseconds(call: Callable[[], object]) -> float:
     times = []
     while len(times) < 3 + NUM_RUNS:
         wait_for_all()
+        began = time.perf_counter()
+        call()
         if ON_GPUS:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - began))
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
     return slowest(statistics.median(times[3:]))
 
 
@@ -115,73 +106,37 @@ def rows_of(layer: cupynorm.LayerNormLinear, num_rows: int) -> tuple[Tensor, Ten
     return x.requires_grad_(), dy
 
 
-def step(
-    layer: cupynorm.LayerNormLinear, x: Tensor, dy: Tensor, recipe: object
-) -> Callable[[], tuple[Tensor, ...]]:
-    """A function that runs forward and backward, and returns y, dx and dweight."""
+def calls_of(
+    layer: cupynorm.LayerNormLinear, x: Tensor, dy: Tensor, recipe: object = None
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Forward without gradients; forward and backward. Both return y."""
 
-    def call() -> tuple[Tensor, ...]:
+    def forward() -> Tensor:
+        with torch.no_grad(), cupynorm.fp8_autocast(recipe is not None, recipe=recipe):
+            return layer(x)
+
+    def both() -> Tensor:
         x.grad = layer.weight.grad = None
         with cupynorm.fp8_autocast(recipe is not None, recipe=recipe):
             y = layer(x)
         y.backward(dy)
-        return y.detach(), x.grad, layer.weight.grad
+        return y
 
-    return call
-
-
-def without_gradients(
-    layer: cupynorm.LayerNormLinear, x: Tensor, recipe: object = None
-) -> Callable[[], Tensor]:
-    def call() -> Tensor:
-        with torch.no_grad(), cupynorm.fp8_autocast(recipe is not None, recipe=recipe):
-            return layer(x)
-
-    return call
-
-
-@contextlib.contextmanager
-def without_overlap():
-    """Each collective ends before the next product begins."""
-    before = Pending.__init__
-
-    def wait_at_once(self, result, work=None, keeps=None) -> None:
-        if work is not None:
-            work.wait()
-        before(self, result)
-
-    Pending.__init__ = wait_at_once
-    try:
-        yield
-    finally:
-        Pending.__init__ = before
+    return forward, both
 
 
 def time_products(mode: str, shape: tuple[int, int, int], recipe: object) -> None:
-    """Of a rank alone, and of the layer in two ways: forward, and forward and backward."""
+    """Of a rank alone, and of the layer: forward, and forward and backward."""
     num_rows, *widths = shape
     num_in, num_out = widths if mode == "column" else widths[::-1]
     size = distributed.get_world_size()
     own = (num_in, num_out // size) if mode == "column" else (num_in // size, num_out)
-    whole = mode, num_in, num_out, True
-    ways = {
-        "one rank's part": ((None, *own, False), contextlib.nullcontext),
-        "plain": (whole, contextlib.nullcontext),
-        "no overlap": (whole, without_overlap),
-    }
-    found, text = {}, []
-    for way, (of_layer, inside) in ways.items():
+    ways = {"one rank's part": (None, *own, False), "the layer": (mode, num_in, num_out, True)}
+    text = []
+    for way, of_layer in ways.items():
         layer = make_layer(*of_layer)
-        x, dy = rows_of(layer, num_rows)
-        with inside():
-            run = step(layer, x, dy, recipe)
-            found[way] = run()
-            if way == "no overlap":
-                for got, right in zip(found[way], found["plain"]):
-                    error = (got.float() - right.float()).norm() / right.float().norm()
-                    assert error < 2.0**-6, f"{mode} {shape}: {error}"
-            forward = milliseconds(without_gradients(layer, x, recipe))
-            text.append(f"{way} {forward:.2f}, {milliseconds(run):.2f}")
+        calls = calls_of(layer, *rows_of(layer, num_rows), recipe)
+        text.append(f"{way} {', '.join(f'{milliseconds(each):.2f}' for each in calls)}")
     bits = "" if recipe is None else ", 8 bits"
     say(f"{num_rows} x {num_in} x {num_out} {mode}{bits}:", "; ".join(text))
 
@@ -203,8 +158,7 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], None]:
 
 def time_small_calls(mode: str, num_rows: int) -> None:
     layer = make_layer(mode, WIDTH, WIDTH, False)
-    x, _ = rows_of(layer, num_rows)
-    run = without_gradients(layer, x.detach())
+    run, _ = calls_of(layer, *rows_of(layer, num_rows))
     text = "{:.0f} on the host, {:.0f} in all".format(*microseconds_in_a_row(run))
     if ON_GPUS:
         text += "; as a CUDA graph {:.0f}, {:.0f}".format(*microseconds_in_a_row(captured(run)))
@@ -217,12 +171,6 @@ def main() -> None:
         torch.cuda.set_device(DEVICE)
     name = torch.cuda.get_device_name() if ON_GPUS else "CPU processes"
     say(f"{distributed.get_world_size()} x {name}, torch {torch.__version__}, {DTYPE}")
-    time_layers()
-    wait_for_all()
-    distributed.destroy_process_group()
-
-
-def time_layers() -> None:
     say("ms: forward, forward and backward; rows x in_features x out_features, sequence parallel")
     recipe = cupynorm.DelayedScaling(amax_history_len=2)
     for shape in SHAPES:
@@ -234,9 +182,10 @@ def time_layers() -> None:
         for mode in MODES:
             time_small_calls(mode, num_rows)
     alone = make_layer(None, WIDTH, WIDTH // distributed.get_world_size(), False)
-    x, _ = rows_of(alone, 1)
-    on_host, _ = microseconds_in_a_row(without_gradients(alone, x.detach()))
+    on_host, _ = microseconds_in_a_row(calls_of(alone, *rows_of(alone, 1))[0])
     say(f"one rank's part, 1 row: {on_host:.0f} on the host")
+    wait_for_all()
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

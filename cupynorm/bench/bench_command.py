@@ -11,7 +11,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..command_line import Appended, Commands, check_folders, number, positive, positives, several
+from ..command_line import (
+    Appended,
+    Commands,
+    check_folders,
+    number,
+    positive,
+    positives,
+    several,
+    shapes,
+)
 from ..dispatch.problem import DIRECTIONS, NORMS, SCALINGS
 from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
 from ..gpu.nvrtc import MissingLibraryError
@@ -59,8 +68,9 @@ def add_to(commands: Commands) -> None:
     parser = layers.add_parser("linear", help=help, description=f"{help}.")
     parser.set_defaults(run=run_linear)
     add = parser.add_argument
-    shapes = "rows x in_features x out_features, with commas: 8192x4096x12288"
-    add("--shapes", action=Appended, type=linear_shapes, default=LINEAR_SHAPES, help=shapes)
+    shape = shapes("rows x in_features x out_features", "8192x4096x12288")
+    help = "rows x in_features x out_features, with commas: 8192x4096x12288"
+    add("--shapes", action=Appended, type=shape, default=LINEAR_SHAPES, help=help)
     for name, known in (("--format", FORMATS), ("--direction", PASSES)):
         shown = f"some of {','.join(known)} (both)"
         add(name, action=Appended, type=several(known), default=known, help=shown)
@@ -93,16 +103,6 @@ def _add_run(add: Callable) -> None:
     add("--seed", type=number, help="of the random data (fresh)")
     add("--jobs", type=positive, default=1, help="processes that compile ahead (1: none)")
     add("--json", metavar="FILE", help="write all samples and the environment")
-
-
-def linear_shapes(text: str) -> list[tuple[int, ...]]:
-    """ROWSxINxOUT, separated by commas."""
-    shapes = [each.lower().split("x") for each in text.split(",")]
-    for shape in shapes:
-        if len(shape) != 3 or not all(part.strip().isdigit() and int(part) for part in shape):
-            example = "expected rows x in_features x out_features, for example 8192x4096x12288"
-            raise argparse.ArgumentTypeError(f"{'x'.join(shape)!r} is no shape; {example}")
-    return [tuple(map(int, shape)) for shape in shapes]
 
 
 def _measure() -> Any:

@@ -56,8 +56,7 @@ class Cell:
 
     direction: "forward" or "backward". dtype: of x, and of the tensors below unless given.
     weight_dtype: of weight and bias. out_dtype: of y and dy. residual: forward adds a residual and
-    returns the sum, backward adds the gradient of the sum. zero_centered: multiply by 1 + weight.
-    scale: of a y in 8 bits, one of
+    returns the sum, backward adds the gradient of the sum. scale: of a y in 8 bits, one of
     problem.SCALINGS. amax: with a given scale, also record the largest |y|.
     """
 
@@ -69,7 +68,6 @@ class Cell:
     weight_dtype: str | None = None
     out_dtype: str | None = None
     residual: bool = False
-    zero_centered: bool = False
     scale: str | None = None
     amax: bool = False
 
@@ -86,7 +84,7 @@ class Cell:
     @property
     def extras(self) -> set[str]:
         """Features that not every library offers."""
-        names = ("residual", "zero_centered", "out_dtype", "scale", "amax")
+        names = ("residual", "out_dtype", "scale", "amax")
         return {name for name in names if getattr(self, name)}
 
     @property
@@ -107,7 +105,7 @@ class Cell:
         """All but the shape: the title of its table."""
         labelled = (("weight", self.weight_dtype), ("y", self.out_dtype), ("scale", self.scale))
         named = [f"{label} {name}" for label, name in labelled if name]
-        extras = {"amax": self.amax, "residual": self.residual, "1 + weight": self.zero_centered}
+        extras = {"amax": self.amax, "residual": self.residual}
         named += [label for label, given in extras.items() if given]
         return f"{self.norm} {self.direction}, {', '.join([self.dtype, *named])}"
 

@@ -58,13 +58,12 @@ def bench(
 
     todo: from cells() and linear_cells(), by default the widths of cells(). runs: samples of each
     library in each cell. seed: of the random data, fresh if None. peers: names of PEERS, by default
-    all that can run.
-    jobs: processes that compile all kernels ahead, into caches on disk; 1 compiles each in its
-    turn. progress: wraps the cells, as tqdm does. command: that made the result.
+    all that can run. jobs: processes that compile all kernels ahead, into caches on disk; 1
+    compiles each in its turn. progress: wraps the cells, as tqdm does. command: that made the
+    result.
 
-    Returns a BenchResult: prints as tables; `medians` has the numbers for a script. After the first
-    cell, an interrupt (Ctrl-C) or a failure of cupynorm ends the run. The result then has what was
-    measured, and is not ok.
+    Returns a BenchResult: prints as tables. After the first cell, an interrupt (Ctrl-C) or a
+    failure of cupynorm ends the run. The result then has what was measured, and is not ok.
     Raises ValueError without a GPU and for unknown names, MissingLibraryError without CuPy, and
     what cupynorm raises in the first cell.
     """
@@ -79,8 +78,11 @@ def bench(
     absent = {name: why for name in wanted if (why := missing(name))}
     names = [name for name in wanted if name not in absent]
     if jobs > 1:
-        tried = [(cell, names, seed) for cell in todo]
-        list(in_processes(_try_once, tried, jobs, progress))
+        context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+        with concurrent.futures.ProcessPoolExecutor(min(jobs, len(todo)) or 1, context) as pool:
+            tried = [pool.submit(_try_once, cell, names, seed) for cell in todo]
+            for each in progress(tried, desc="compiling", unit="task"):
+                each.exception()  # of a process that died: the measurement meets it again
     timer = Timer.on_gpu()
     versions = {name: version(name) for name in names if name != OURS}
     settings = {"runs": runs, "seed": seed, "eps": EPS, "command": command}
@@ -171,21 +173,8 @@ def plan_of(cell: Cell, device: Any = None, **options: Any) -> Any:
         scale=cell.scale,
         amax=cell.amax,
         residual=cell.residual,
-        zero_centered_weight=cell.zero_centered,
         **options,
     )
-
-
-def in_processes(
-    function: Callable, tasks: Sequence[tuple], jobs: int, progress: Callable[..., Iterable]
-) -> Iterable[Any]:
-    """function(*task) of each task, in order. None where a process died."""
-    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-    shown = {"total": len(tasks), "desc": "compiling", "unit": "task"}
-    with concurrent.futures.ProcessPoolExecutor(max(1, min(jobs, len(tasks))), context) as pool:
-        futures = [pool.submit(function, *task) for task in tasks]
-        for future in progress(futures, **shown):
-            yield None if future.exception() else future.result()
 
 
 def _try_once(cell: AnyCell, names: Sequence[str], seed: int) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -55,8 +55,9 @@ class Peer:
     package: its name for pip, for its version.
     norm(cell, tensors): forward() -> y or (y, sum); a y of 8 bits is (data, scale_inv).
     linear(cell, inputs): (forward() -> y, tensors that y is differentiated for).
-    needs: modules that must be importable. extras: norm -> Cell.extras that it offers.
-    parameters: norm -> the only dtype that it takes for weight and bias.
+    needs: modules that must be importable. extras: those of Cell.extras that it offers, "rms_norm
+    residual" for that norm alone; what it lacks is not emulated. float32_parameters: whether its
+    layer_norm takes no other weight and bias.
     formats: of linear. overwrites_dy: whether its backward writes dx over dy.
     """
 
@@ -64,8 +65,8 @@ class Peer:
     norm: Callable[[Cell, Tensors], Callable[[], Any]] | None = None
     linear: Callable[[LinearCell, Inputs], tuple[Callable[[], Any], Sequence[Any]]] | None = None
     needs: tuple[str, ...] = ()
-    extras: Mapping[str, set[str]] = field(default_factory=dict)
-    parameters: Mapping[str, str] = field(default_factory=dict)
+    extras: Collection[str] = ()
+    float32_parameters: bool = False
     formats: tuple[str, ...] = ("bfloat16",)
     overwrites_dy: bool = False
 
@@ -75,7 +76,7 @@ class Peer:
 
 def _ours(cell: Cell, tensors: Tensors) -> Callable[..., Any]:
     """cupynorm's forward call, which takes further options of layer_norm or rms_norm."""
-    options: dict[str, Any] = {"zero_centered_weight": cell.zero_centered}
+    options: dict[str, Any] = {}
     if tensors.residual is not None:
         options |= {"residual": tensors.residual, "return_residual": True}
     if cell.scale:
@@ -153,8 +154,7 @@ def _liger(cell: Cell, tensors: Tensors) -> Callable:
     if cell.norm == "layer_norm":
         return partial(ops.LigerLayerNormFunction.apply, x, weight, tensors.bias, EPS)
     # "gemma" rounds once, as all others do; "llama" rounds x_hat before the multiplication.
-    offset = float(cell.zero_centered)
-    return partial(ops.LigerRMSNormFunction.apply, x, weight, EPS, offset, "gemma")
+    return partial(ops.LigerRMSNormFunction.apply, x, weight, EPS, 0.0, "gemma")
 
 
 def _quack(cell: Cell, tensors: Tensors) -> Callable:
@@ -163,8 +163,7 @@ def _quack(cell: Cell, tensors: Tensors) -> Callable:
     x, weight, bias, residual = tensors.x, tensors.weight, tensors.bias, tensors.residual
     if cell.norm == "rms_norm":
         dtypes = (getattr(torch, cell.out_dtype) if cell.out_dtype else None, None)
-        with_sum, offset = residual is not None, float(cell.zero_centered)
-        return partial(rmsnorm, x, weight, None, residual, *dtypes, EPS, with_sum, offset)
+        return partial(rmsnorm, x, weight, None, residual, *dtypes, EPS, residual is not None)
     if not x.requires_grad:
         return partial(layernorm_fwd, x, weight, bias, EPS)
 
@@ -259,13 +258,7 @@ def _our_linear(cell: LinearCell, inputs: Inputs, recipe: str = "", **options: A
     return forward, leaves
 
 
-# What a library lacks is not emulated: `1 + weight` would be a kernel of its own.
-_FLOAT32 = {"layer_norm": "float32"}
-_ALL = {"residual", "zero_centered", "out_dtype", "scale", "amax"}
-
-
-def _of_both(extras: set[str]) -> dict[str, set[str]]:
-    return {"layer_norm": extras, "rms_norm": extras}
+_ALL = {"residual", "out_dtype", "scale", "amax"}
 
 
 def _our_layer(formats: tuple[str, ...], **options: Any) -> Peer:
@@ -273,34 +266,24 @@ def _our_layer(formats: tuple[str, ...], **options: Any) -> Peer:
 
 
 PEERS = {
-    OURS: Peer("cupynorm", _ours, _our_linear, extras=_of_both(_ALL), formats=FORMATS),
-    "torch": Peer("torch", _torch, _torch_linear, extras=_of_both({"residual"})),
+    OURS: Peer("cupynorm", _ours, _our_linear, extras=_ALL, formats=FORMATS),
+    "torch": Peer("torch", _torch, _torch_linear, extras={"residual"}),
     "torch.compile": Peer(
-        "torch",
-        _torch_compile,
-        partial(_torch_linear, compiled=True),
-        ("triton",),
-        _of_both(_ALL - {"zero_centered"}),
+        "torch", _torch_compile, partial(_torch_linear, compiled=True), ("triton",), _ALL
     ),
-    "liger": Peer(
-        "liger-kernel",
-        _liger,
-        needs=("liger_kernel.ops",),
-        extras={"rms_norm": {"zero_centered"}},
-        overwrites_dy=True,
-    ),
+    "liger": Peer("liger-kernel", _liger, needs=("liger_kernel.ops",), overwrites_dy=True),
     "quack": Peer(
         "quack-kernels",
         _quack,
         needs=("quack.rmsnorm",),
-        extras={"rms_norm": {"residual", "zero_centered", "out_dtype"}},
-        parameters=_FLOAT32,
+        extras={"rms_norm residual", "rms_norm out_dtype"},
+        float32_parameters=True,
     ),
     "cudnn": Peer(
         "nvidia-cudnn-frontend",
         _cudnn,
         needs=("cudnn.ops.norm.layernorm",),
-        parameters=_FLOAT32,
+        float32_parameters=True,
     ),
     GEMM: Peer("torch", linear=_gemm, formats=FORMATS),
     "cupynorm-saved": _our_layer(FORMATS, save_normalized=True),
@@ -355,10 +338,12 @@ def prepare(
     if cell.direction == "backward" and name == OURS:
         return _our_backward(cell, tensors, launch)
     peer = PEERS[name]
-    if lacks := sorted(cell.extras - peer.extras.get(cell.norm, set())):
-        raise ValueError(f"its {cell.norm} has no {lacks[0]}")
+    for extra in sorted(cell.extras):
+        if not {extra, f"{cell.norm} {extra}"} & set(peer.extras):
+            raise ValueError(f"its {cell.norm} has no {extra}")
     record = record or cell.direction == "backward"
-    dtype = getattr(torch, peer.parameters.get(cell.norm, cell.parameters))
+    is_float32 = peer.float32_parameters and cell.norm == "layer_norm"
+    dtype = torch.float32 if is_float32 else getattr(torch, cell.parameters)
     leaves: dict[str, torch.Tensor] = {}
     for label in ("x", "weight", "bias", "residual"):
         tensor = getattr(tensors, label)
@@ -397,15 +382,14 @@ def _results(cell: Cell, amax: torch.Tensor | None, result: Any) -> dict[str, to
 def _our_backward(cell: Cell, tensors: Tensors, launch: Launch | None) -> Runner:
     """The explicit backward: autograd would choose its tile itself."""
     centered, weight = cell.norm == "layer_norm", tensors.weight
-    zero_centered = {"zero_centered_weight": cell.zero_centered}
-    given = {"residual": tensors.residual, "out_dtype": cell.out_dtype, **zero_centered}
+    given = {"residual": tensors.residual, "out_dtype": cell.out_dtype}
     parameters = {"weight": weight, "bias": tensors.bias} if centered else {"weight": weight}
     forward = ours.layer_norm_forward if centered else ours.rms_norm_forward
     backward = ours.layer_norm_backward if centered else ours.rms_norm_backward
     saved = forward(tensors.x, weight.shape, eps=EPS, **parameters, **given)
     statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
-    given = {"dsum": tensors.dsum, "gradients": gradients, **zero_centered}
+    given = {"dsum": tensors.dsum, "gradients": gradients}
     operands = (tensors.dy, saved.sum, weight.shape, *statistics, weight)
     call = partial(backward, *operands, launch=launch, **given)
     return Runner(call, lambda result: {name: getattr(result, name) for name in gradients})

@@ -108,13 +108,6 @@ class BenchResult:
     def __bool__(self) -> bool:
         return self.ok
 
-    def medians(self) -> dict[Cell | LinearCell, dict[str, float]]:
-        """Cell -> library -> median microseconds."""
-        return {
-            each.cell: {name: each.median(name) for name in each.samples}
-            for each in self.measurements
-        }
-
     @property
     def libraries(self) -> list[str]:
         """cupynorm first, then the peers that ran in any cell."""
@@ -291,7 +284,7 @@ def rewrite_table(path: Path, table: str, name: str = "bench") -> None:
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
         raise ValueError(f"{path} needs the markers {start} and {end}, once and in this order")
     before, after = text.partition(start)[0], text.partition(end)[2]
-    path.write_text(f"{before}{start}\n\n{table.strip()}\n\n{end}{after}", encoding="utf-8")
+    path.write_text(f"{before}{start}\n{table.strip()}\n{end}{after}", encoding="utf-8")
 
 
 # The chart. Colour-blind readers can tell the colours (Okabe and Ito 2008) apart. A line also has a

@@ -57,14 +57,13 @@ def tensors_of(cell: Cell, seed: int, device: str = "cuda") -> Tensors:
     normal = normal_values(seed, device)
     matrix, vector = (cell.num_rows, cell.num_cols), (cell.num_cols,)
     backward, added = cell.direction == "backward", cell.residual
-    center = 0.0 if cell.zero_centered else 1.0
     scale = amax = None
     if cell.scale == "given":
         scale = torch.full((1,), EIGHT_BITS[cell.y].largest / _MOST_Y, device=device)
         amax = torch.zeros(1, device=device) if cell.amax else None
     return Tensors(
         normal(matrix, cell.dtype, 0.5, 2.0),
-        normal(vector, cell.parameters, center, 0.5),
+        normal(vector, cell.parameters, 1.0, 0.5),
         normal(vector, cell.parameters, 0.0, 0.5) if cell.norm == "layer_norm" else None,
         normal(matrix, cell.dtype) if added else None,
         scale,
@@ -104,7 +103,6 @@ class Truth:
             compute_dtype(cell.dtype).name if cell.scale else cell.y,
             cell.parameters,
             cell.parameters if has_bias else None,
-            zero_centered_weight=cell.zero_centered,
             residual=cell.residual,
             eps=EPS,
         )

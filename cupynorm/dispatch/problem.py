@@ -112,26 +112,6 @@ class Tile:
             f"{name} {value}" for name, value in shown.items() if value != getattr(Tile, name, None)
         )
 
-    @classmethod
-    def of(cls, words: str) -> Tile:
-        """Parse what str(tile) prints: "pack_size 8, threads_per_row 128, packs_per_thread 8".
-
-        Dispatch checks whether the tile fits a problem. Raises ValueError if words do not parse.
-        """
-        try:
-            pairs = dict(each.split() for each in words.split(","))
-            path = pairs.pop("path", None)
-            tile = cls(**{name: int(value) for name, value in pairs.items()}, path=path)
-        except (TypeError, ValueError) as error:
-            names = ", ".join(each.name for each in fields(cls))
-            raise ValueError(
-                f"tile is {words!r}; expected pairs as 'pack_size 8, threads_per_row 128', "
-                f"these two and others of {names}"
-            ) from error
-        if path is not None and path not in PATHS:
-            raise ValueError(f"tile has path {path!r}; expected one of {', '.join(PATHS)}")
-        return tile
-
 
 # Fields of a Problem that fuse more with the norm than its own arithmetic.
 _FUSED = ("residual", "dsum", "input", "dresidual", "round_x_hat")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.recfunctions import append_fields
 
 from ..dispatch.devices import Device
 from ..dispatch.dispatch import Plan
@@ -140,7 +141,8 @@ class Trace:
         events = self._recorded[launch].events
         events = events[np.isin(events["kind"], _ACCESSES)]
         tensor = self._tensor_of(events)
-        return _with_field(events, "tensor", tensor)[(tensor >= 0) | (events["space"] == _SHARED)]
+        known = (tensor >= 0) | (events["space"] == _SHARED)
+        return append_fields(events[known], "tensor", tensor[known], "i4", usemask=False)
 
     def _tensor_of(self, events: np.ndarray) -> np.ndarray:
         tensor = np.full(len(events), -1)
@@ -381,21 +383,12 @@ class Recorder(CpuMachine):
         self._named: dict[str, Tensor] = {}  # of the call that comes next
         self._arrays: dict[int, np.ndarray] = {}  # by their addresses
 
-    def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
-        memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-        first = -memory.ctypes.data % _ALIGNMENT
-        array = memory[first : first + num_bytes].view(dtype).reshape(shape)
-        self._arrays[array.ctypes.data] = array
-        return array
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, int]:
-        like, _ = super().empty(shape, dtype)
-        return self.put(like)
-
     def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
-        mine = self._new(array.shape, array.dtype)
+        memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+        first = -memory.ctypes.data % _ALIGNMENT
+        mine = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
         mine[...] = array
+        self._arrays[mine.ctypes.data] = mine
         return mine, mine.ctypes.data
 
     def name_tensors(self, addresses: Mapping[str, int]) -> None:
@@ -414,14 +407,6 @@ class Recorder(CpuMachine):
         events = np.frombuffer(instance.take_trace(), EVENT)
         path, address = str(instance.path), instance.first_address()
         self.recorded.append(Recorded(kernel_launch, events, path, address))
-
-
-def _with_field(array: np.ndarray, name: str, values: np.ndarray) -> np.ndarray:
-    wider = np.empty(len(array), [*array.dtype.descr, (name, "i4")])
-    for field in array.dtype.names:
-        wider[field] = array[field]
-    wider[name] = values
-    return wider
 
 
 @names_what_was_removed

@@ -21,15 +21,10 @@ from .traps import Trial, default_trials
 # large mean depend on the width, and in 16 bits Welford's method comes near what is allowed.
 _TAILS = ((61, 769), (7, 8195))
 _REMOVED = {
-    "function": "cupynorm.check_function(function, ...)",
-    "forward": "cupynorm.check_function((forward, backward), ...)",
-    "backward": "cupynorm.check_function((forward, backward), ...)",
-    "library": "cupynorm.check_function(function, library=...)",
+    **dict.fromkeys(("function", "library"), "cupynorm.check_function(function, library=...)"),
+    **dict.fromkeys(("forward", "backward"), "cupynorm.check_function((forward, backward), ...)"),
+    **dict.fromkeys(("functor", "fuse", "load", "store"), "cupynorm.check_functor(functor, ...)"),
     "traps": "cupynorm.check_function(function, traps=True), or python -m cupynorm check --traps",
-    "functor": "cupynorm.check_functor(functor, ...)",
-    "fuse": "cupynorm.check_functor(functor, ...)",
-    "load": "cupynorm.check_functor(functor, ...)",
-    "store": "cupynorm.check_functor(functor, ...)",
     "strategies": "launch=cupynorm.Launch(strategy), or a sequence of launches",
     "statistics": "launch=cupynorm.Launch(statistics=...), or a sequence of launches",
     "zero_centered_weight": "a weight that has 1 added to it",

@@ -174,7 +174,8 @@ def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False
     for trial in trials:
         cases.append(trial.problem.case)
         try:
-            got = own.run(trial.problem, trial.layouts)
+            with without_exit(" or ".join(own.given)):
+                got = own.run(trial.problem, trial.layouts)
         except Exception as error:
             if not (traps and trial.name):
                 raise
@@ -403,20 +404,14 @@ class Callables:
         library, takes_eps = Library(self.library).name, "eps" in self.operands(case.norm)
         return trap_trials(case, library, takes_eps, "function" in self.given, seed)
 
-    def run(
-        self, problem: Problem, layouts: Mapping[str, str] | None = None
-    ) -> dict[str, np.ndarray]:
+    def run(self, problem: Problem, layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
         """The results by name, as float64.
 
         layouts: of inputs by name, from LAYOUTS.
 
         Raises ValueError for a result that is None, detached, of a wrong shape or too long, and for
-        a function that changes its inputs or calls sys.exit.
+        a function that changes its inputs.
         """
-        with without_exit(" or ".join(self.given)):
-            return self._results(problem, layouts or {})
-
-    def _results(self, problem: Problem, layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
         library, case = Library(self.library), problem.case
         operands: dict[str, Any] = {"normalized_shape": (case.num_cols,), "eps": case.eps}
         dtypes = {"x": case.x, "dy": case.dtype("y")}

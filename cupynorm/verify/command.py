@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from .. import __version__
-from ..command_line import Appended, Commands, finite, number, positive, several
+from ..command_line import Appended, Commands, finite, number, several, shapes
 from ..dispatch.devices import Device
 from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
@@ -21,7 +21,14 @@ from ..plans import plan
 from ..table import as_text
 from . import activations, check, kernels
 from .cases import DIRECTIONS, NORMS, Case
-from .check_function import LIBRARIES, Callables, check_callables, check_either, imported
+from .check_function import (
+    LIBRARIES,
+    Callables,
+    check_callables,
+    check_either,
+    check_function,
+    imported,
+)
 from .results import CheckResult, worst_of
 from .traps import Trial, default_trials, trap_trials
 
@@ -87,20 +94,8 @@ def add_to(commands: Commands) -> None:
     dtypes = "of random data, with commas or given again (float32)"
     add("--dtype", action=Appended, type=several(list(DTYPES)), help=dtypes)
     several_shapes = "of random data, with commas or given again (64x768,61x769,7x8195)"
-    add("--shape", action=Appended, type=shapes, help=several_shapes)
+    add("--shape", action=Appended, type=shapes("rows x columns", "64x768"), help=several_shapes)
     parser.set_defaults(run=run)
-
-
-def shapes(text: str) -> list[tuple[int, int]]:
-    """The type of an argument such as 64x768,3x33."""
-    extents = []
-    for each in text.split(","):
-        parts = each.split("x")
-        if len(parts) != 2:
-            sentence = f"{each!r} is no shape; expected rows x columns, such as 64x768"
-            raise argparse.ArgumentTypeError(sentence)
-        extents.append((positive(parts[0]), positive(parts[1])))
-    return extents
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_functions(
-    arguments: argparse.Namespace, named: dict[str, str], options: dict[str, float]
+    arguments: argparse.Namespace, named: dict[str, str], options: dict[str, Any]
 ) -> CheckResult:
     """Checks functions, MODULE:NAME by label. options: an eps that is given."""
     if arguments.on or arguments.quick:
@@ -130,28 +125,22 @@ def run_functions(
             "alone, whose backward is autograd's, or --forward, --backward or both"
         )
     functions = {label: imported(text, f"--{label}") for label, text in named.items()}
-    norm, recorded = arguments.norm or NORMS[0], []
-    if arguments.files:
-        if arguments.traps or arguments.dtype or arguments.shape:
-            raise ValueError(
-                "--traps, --dtype or --shape is given with files; expected none of them"
-            )
-        recorded = _arrays_of(arguments, options)
+    norm = arguments.norm or NORMS[0]
+    if not arguments.files:
+        pair = functions.get("forward"), functions.get("backward")
+        options |= {"norm": norm, "dtypes": arguments.dtype or ["float32"]}
+        options |= {"library": arguments.library, "shapes": arguments.shape}
+        options |= {"traps": arguments.traps, "seed": arguments.seed}
+        return check_function(functions.get("function", pair), **options)
+    if arguments.traps or arguments.dtype or arguments.shape:
+        raise ValueError("--traps, --dtype or --shape is given with files; expected none of them")
+    recorded = _arrays_of(arguments, options)
 
     def checked(library: str | None) -> CheckResult:
         own = Callables(library=library, **functions)
-        if arguments.files:
-            mine = [replace(each, **own.absent(norm)) for each in recorded]
-            trials = [Trial(each.problem(norm), each.name) for each in mine]
-        else:
-            cases = [
-                Case(norm, 0, 0, dtype, **options | own.absent(norm))
-                for dtype in arguments.dtype or ["float32"]
-            ]
-            trials = check.random_trials(cases, arguments.shape, arguments.seed)
-            for case in cases if arguments.traps else ():
-                trials += own.traps(case, arguments.seed)
-        return check_callables(_with_progress(trials), own, arguments.traps)
+        mine = [replace(each, **own.absent(norm)) for each in recorded]
+        trials = [Trial(each.problem(norm), each.name) for each in mine]
+        return check_callables(_with_progress(trials), own)
 
     return checked(arguments.library) if arguments.library else check_either(checked)
 

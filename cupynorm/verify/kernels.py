@@ -33,6 +33,12 @@ class Machine:
     on: str
     device: Device
 
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
+        """An array that holds NaN, and its address."""
+        storage = np.dtype(DTYPES[dtype].storage)
+        raw = np.full((*shape, storage.itemsize), 0xFF, np.uint8)
+        return self.put(raw.view(storage).reshape(shape))
+
     def name_tensors(self, addresses: Mapping[str, int]) -> None:
         """Is told the addresses of all tensors before the launches of a call."""
 
@@ -41,7 +47,7 @@ class CpuMachine(Machine):
     """Runs the kernels on the CPU, planned for `device`. Arrays are NumPy's, in storage dtypes.
 
     seed: of the order in which threads run. sanitize: as for gpu.on_cpu.kernel.
-    folder: of the sources, None for the installed ones. Arrays that are allocated hold NaN.
+    folder: of the sources, None for the installed ones.
     """
 
     on = "cpu"
@@ -57,11 +63,6 @@ class CpuMachine(Machine):
         self.seed = seed
         self.sanitize = sanitize
         self.folder = folder
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, int]:
-        array = np.empty(shape, DTYPES[dtype].storage)
-        array.view(np.uint8).reshape(-1)[...] = 0xFF if array.size else 0
-        return array, array.ctypes.data
 
     def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
         array = np.ascontiguousarray(array)
@@ -100,7 +101,7 @@ def cpu_kernel(
 
 
 class GpuCheckMachine(Machine):
-    """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes; allocated ones hold NaN.
+    """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes.
 
     folder: of the sources, None for the installed ones.
     """
@@ -111,14 +112,6 @@ class GpuCheckMachine(Machine):
         self.device_index = device_index
         self.device = launch.device(device_index)
         self.folder = folder
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
-        cupy = nvrtc.cupy()
-        with cupy.cuda.Device(self.device_index):
-            array = cupy.empty(shape, DTYPES[dtype].storage)
-            if array.size:
-                array.view(cupy.uint8).fill(0xFF)
-        return array, array.data.ptr
 
     def put(self, array: np.ndarray) -> tuple[Any, int]:
         cupy = nvrtc.cupy()

@@ -19,7 +19,6 @@ OPTIONS = [
     {"residual": True},
     {"weight_dtype": "float32"},
     {"out_dtype": "float16"},
-    {"zero_centered": True},
     *({"out_dtype": "float8_e4m3fn", "scales": [scale]} for scale in SCALES),
     {"out_dtype": "float8_e5m2", "amax": True, "residual": True},
     {"out_dtype": "int8", "scales": ["row"]},
@@ -105,14 +104,14 @@ def test_a_run(on_cpu, tmp_path, options):
         if is_quantized:  # the rounding to 8 bits is most of what is allowed
             assert each.errors["cupynorm"] > 0.5 and each.errors["torch.compile"] <= 1
             assert each.faults.keys() == {"torch"}
-        if options.keys() & {"zero_centered", "out_dtype"}:
+        if "out_dtype" in options:
             lacks = sorted(each.cell.extras - {"residual"})[0]
             assert each.faults["torch"].endswith(f"its {each.cell.norm} has no {lacks}")
         elif each.cell.direction == "forward" and "weight_dtype" not in options:
             assert 0 < each.errors["torch"] <= 1 and not each.faults
     (tmp_path / "a.json").write_text(result.to_json())
     again = report.read(tmp_path / "a.json")
-    assert again.measurements == result.measurements and again.medians() == result.medians()
+    assert again.measurements == result.measurements
 
 
 def test_a_run_of_a_norm_and_a_linear_layer(on_cpu):
@@ -171,14 +170,6 @@ def test_arguments_are_checked_first():
     if not nvrtc.has_gpu():
         with pytest.raises(ValueError, match="none was found"):
             measure.bench()
-
-
-def test_tasks_run_in_other_processes_in_order():
-    assert list(measure.in_processes(abs, [(-1,), (2,), ("x",)], 2, lambda items, **_: items)) == [
-        1,
-        2,
-        None,
-    ]
 
 
 def test_the_host_is_timed_in_functions_and_modules(monkeypatch):

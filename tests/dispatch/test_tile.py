@@ -15,16 +15,6 @@ from cupynorm.dispatch.problem import PATHS, PATHS_OF_STRATEGY, Tile
 from cupynorm.plans import plan
 
 
-def test_tile_is_read_back_from_its_text():
-    for num_cols, direction in itertools.product(
-        (3, 100, 1024, 4095, 12288, 40960, 300000), ("forward", "backward")
-    ):
-        for device in ("H200", "A100"):
-            tile = plan(num_cols, direction=direction, device=device).tile
-            assert Tile.of(str(tile)) == tile
-    assert Tile.of("pack_size 8,threads_per_row  32, stages 2") == Tile(8, 32, stages=2)
-
-
 def test_cpp_of_a_tile_has_the_fields_of_tile_cuh_in_order():
     """C++ requires designated initialisers in declaration order. The defaults agree, too."""
     struct = re.search(
@@ -78,12 +68,5 @@ def test_text_of_a_tile_names_its_path():
     for name, direction in itertools.product(("H200", "A100"), DIRECTIONS):
         for num_cols in (3, 64, 127, 1024, 4096, 16384, 65536, 1 << 20):
             made = plan(num_cols, device=name, direction=direction)
-            assert str(Tile.of(str(made.tile))) == str(
-                made.tile
-            ) and f"path {made.tile.path}" in str(made.tile)
+            assert f"path {made.tile.path}" in str(made.tile)
             assert made.tile.path in PATHS_OF_STRATEGY[made.strategy]
-    with pytest.raises(
-        ValueError,
-        match="tile has path .rings.; expected one of registers, .*, ring, bundle, uncached",
-    ):
-        Tile.of("pack_size 8, threads_per_row 32, path rings")

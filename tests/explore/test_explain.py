@@ -123,10 +123,3 @@ def test_the_path_names_its_file_and_what_it_is_for():
     )
     ring = explain(num_cols=4096, direction="backward").path()
     assert ring.endswith("in backward_ring.cuh: the next rows arrive while one is written")
-
-
-def test_an_unknown_device_has_no_roofline():
-    device = cupynorm.DEVICES["H200"]
-    story = explain(num_cols=1024, device=type(device)(**{**vars(device), "name": "mine"}))
-    assert story.least_microseconds() is None
-    assert "The peaks of mine are not known" in str(story)

@@ -44,18 +44,6 @@ def test_lines_have_the_points_and_the_look_of_their_name():
     assert alone.axes[0].lines[0].get_linestyle() == "None" and not alone.legends
 
 
-def test_images_share_a_scale_of_colours():
-    small, large = np.eye(2), -3 * np.eye(2)
-    plot = plots.images({"a": small, "b": large}, label="size", diverging=True)
-    shown = [axes.images[0] for axes in plot.axes[:2]]
-    assert [image.get_array().tolist() for image in shown] == [small.tolist(), large.tolist()]
-    assert [image.get_clim() for image in shown] == [(-3.0, 3.0)] * 2
-    assert plot.axes[2].get_ylabel() == "size"
-    limited = plots.images({"a": np.ones((1, 3)), "b": np.ones((2, 3))}, limits=(0, 0.5))
-    assert limited.axes[0].images[0].get_clim() == (0.0, 0.5)
-    assert limited.axes[0].get_ylim() != limited.axes[1].get_ylim()  # other numbers of rows
-
-
 def test_speeds_are_those_of_the_file():
     result = read(H200)
     plot = plots.speeds(result, "float16")

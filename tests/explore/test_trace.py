@@ -154,17 +154,6 @@ def test_a_functor_moves_its_arrays_and_nothing_else():
     assert trace.bytes["layer_scale.dscale"] == (3 * 64 * 4, 3 * 64 * 4)  # summed afterwards
 
 
-def test_functors_of_a_trace_that_do_not_fit():
-    gate = cupynorm.functors.silu_gate
-    for more, sentence in (
-        ({"residual": True}, "fuse and residual are given; expected one of"),
-        ({"direction": "backward"}, "functor twice has no backward lines"),
-    ):
-        fuse = cupynorm.functor("twice", "y = y + y;") if "direction" in more else gate
-        with pytest.raises(ValueError, match=sentence):
-            traced(num_cols=64, fuse=fuse, **more)
-
-
 def test_a_trace_prints_draws_and_is_pickled():
     trace = traced(num_cols=1024, num_rows=2)
     text = str(trace)

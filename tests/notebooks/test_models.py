@@ -50,7 +50,7 @@ def test_quick_measures_six_models(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(models, "variant_of", keep)
     file = tmp_path / "models.json"
     assert models.main(["--quick", "--device", "cpu", "--json", str(file)]) == 0
-    found = models.Result.from_json(file.read_text())
+    found, out = models.Result.from_json(file.read_text()), capsys.readouterr().out
     assert [*found.models] == [*models.MODELS] and found.to_json() + "\n" == file.read_text()
     for model in found.models.values():
         for phase, quantities in zip(model.phases.values(), ({"loss", "gradients"}, {"outputs"})):
@@ -60,7 +60,7 @@ def test_quick_measures_six_models(tmp_path, monkeypatch, capsys):
             # Float32, and norms that differ: not the same model twice.
             assert all({*each} == quantities for each in phase.distances.values())
             assert 0 < max(phase.distances["cupynorm"].values()) < 2e-6
-        assert f"\n{model.title}  " in capsys.readouterr().out + f"\n{model.title}  "
+        assert f"| {model.title} |" in out
     for run, model in made:
         kinds = {type(each).__module__.partition(".")[0] for each in model.modules()}
         assert ("cupynorm" in kinds) == (run == "cupynorm")
@@ -156,4 +156,4 @@ def test_all_runs_on_a_gpu(tmp_path):
     asked = ["--quick", "--models", "gpt2,qwen3", "--json", str(file)]
     assert models.main(asked) == 0
     for model in models.Result.from_json(file.read_text()).models.values():
-        assert all([*each.milliseconds] == [*models.RUNS] for each in model.phases.values())
+        assert all({*each.milliseconds} == {*models.RUNS} for each in model.phases.values())

@@ -1,4 +1,4 @@
-"""notebooks/time_on_ranks.py compares its results and prints a time of each way."""
+"""notebooks/time_on_ranks.py prints a time of each way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_runs_on_two_processes():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     number = r"(\d+\.\d+)"
-    names = ("one rank's part", "plain", "no overlap")
+    names = ("one rank's part", "the layer")
     ways = "; ".join(rf"{way} {number}, {number}" for way in names)
     found = [re.search(rf": {ways}$", line) for line in done.stdout.splitlines()]
     found = [each.groups() for each in found if each]

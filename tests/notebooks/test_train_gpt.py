@@ -34,7 +34,7 @@ def test_the_losses_agree_on_a_cpu(example, tmp_path, capsys):
             trained[run], trained["torch"]
         ) <= allowed(trained)
     printed = capsys.readouterr().out
-    assert all(f"\n{run} " in printed for run in trained) and "largest gap of cupynorm: " in printed
+    assert all(f"\n{run} " in printed for run in trained)
     content = json.loads(file.read_text())
     assert content["settings"] == {
         "steps": 12,
