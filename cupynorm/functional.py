@@ -384,15 +384,26 @@ def rms_norm_backward(
 
 # The way to the launch.
 
+_autograd: Any = None  # set at the first tensor: an import statement takes 0.4 us in each call
+
+
+def _of_torch() -> Any:
+    """The module cupynorm.nn.autograd."""
+    global _autograd
+    if _autograd is None:
+        import cupynorm.nn.autograd as autograd
+
+        _autograd = autograd
+        return autograd  # torch.compile may not see yet what was just assigned
+    return _autograd
+
 
 def _norm(
     centered: bool, normalized_shape: object, tensors: tuple, options: tuple, return_residual: bool
 ) -> Any:
     """What layer_norm and rms_norm return. tensors, options: as fields_of_forward takes them."""
     if arrays.is_torch(tensors[0]):
-        import cupynorm.nn.autograd as autograd  # `from` takes a microsecond more
-
-        return autograd.norm(centered, normalized_shape, tensors, options, return_residual)
+        return _of_torch().norm(centered, normalized_shape, tensors, options, return_residual)
     operands, options = fields_of_forward(
         centered, normalized_shape, tensors, options, return_residual
     )
@@ -408,9 +419,7 @@ def _norm_forward(
     request = ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options))
     input, *_, functors = operands
     if arrays.is_torch(input) and input.is_meta and is_plain(request):
-        import cupynorm.nn.autograd as autograd
-
-        return Forward(*autograd.forward_of_meta(request))
+        return Forward(*_of_torch().forward_of_meta(request))
     _refuse_jit_trace(input)
     if functors is not None:
         check_seeds_given(functors)
@@ -458,11 +467,7 @@ def _norm_backward(
 
 def _refuse_jit_trace(array: object) -> None:
     """Raises NotImplementedError where torch.jit.trace would record the result as a constant."""
-    if not arrays.is_torch(array):
-        return
-    import cupynorm.nn.autograd as autograd
-
-    if autograd.is_recorded_by_jit():
+    if arrays.is_torch(array) and _of_torch().is_recorded_by_jit():
         raise NotImplementedError(
             "torch.jit.trace was asked to record an explicit forward or backward; expected "
             "layer_norm, rms_norm, layer_norm_linear or rms_norm_linear"

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("long")  # test_drawn_calls.py: --hypothesis-profile long
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 _MUCH_MEMORY = 2**30

@@ -1,7 +1,8 @@
 """Calls that hypothesis draws, held to float64 (drawn_calls.py), and what finds their faults.
 
 On the CPU a few calls of narrow rows, which are always the same. On a GPU
-`pytest -m gpu tests/test_drawn_calls.py -n 14` draws new ones each time.
+`pytest -m gpu tests/test_drawn_calls.py -n 14` draws new ones each time, of 5 families in each of
+14 parts; with `--hypothesis-profile long` of 50.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ QUICK = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-LONG = settings(
-    max_examples=50, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
+LONG = settings(  # --hypothesis-profile long draws ten times as many
+    max_examples=50 if settings.get_current_profile_name() == "long" else 5,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
 )
 
 

@@ -38,7 +38,7 @@ def test_it_holds_all_sources_and_is_small(wheel: Path):
     held = {each.filename for each in packed}
     assert "cupynorm/py.typed" in held
     for folder, pattern, inside in (
-        ("cuda_src", "*.cu*", "cupynorm/cuda_src"),
+        ("cuda_src", "**/*.cu*", "cupynorm/cuda_src"),
         ("cuda_src/on_cpu", "*", "cupynorm/cuda_src/on_cpu"),
         ("reference", "*.py", "cupynorm/reference"),
         ("cupynorm", "**/*.py", "cupynorm"),

@@ -284,7 +284,7 @@ def rewrite_table(path: Path, table: str, name: str = "bench") -> None:
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
         raise ValueError(f"{path} needs the markers {start} and {end}, once and in this order")
     before, after = text.partition(start)[0], text.partition(end)[2]
-    path.write_text(f"{before}{start}\n\n{table.strip()}\n\n{end}{after}", encoding="utf-8")
+    path.write_text(f"{before}{start}\n{table.strip()}\n{end}{after}", encoding="utf-8")
 
 
 # The chart. Colour-blind readers can tell the colours (Okabe and Ito 2008) apart. A line also has a

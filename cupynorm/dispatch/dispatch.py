@@ -117,16 +117,12 @@ def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
         tile = row.tile(problem, device) if is_available else None
         if tile is not None and not row.later_is_faster(problem, device, tile):
             break
-    if measured is not None and not _is_fuller(problem, tile, measured[1]):
+    # Whether a row fills the model's ring, but not the other one.
+    enough = 4 if problem.itemsize > 2 else 2  # stages
+    is_fuller = tile.path == "ring" and tile.exact and tile.stages >= enough
+    if measured is not None and not (is_fuller and not measured[1].exact):
         return measured
     return row.name, tile, "the first strategy that is wide enough and that no later one beats"
-
-
-def _is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:
-    """Whether a row fills the ring of a tile, but not the other ring."""
-    enough = 4 if problem.itemsize > 2 else 2  # stages
-    fills = tile.path == "ring" and tile.exact
-    return fills and not than.exact and tile.stages >= enough
 
 
 def widest(strategy: str, problem: Problem, device: Device) -> int | None:
@@ -247,8 +243,13 @@ def make_plan(
     if tile is not None and strategy in STRATEGIES:
         check_path(strategy, tile.of_strategy(strategy))
     choice = choose(problem, device, strategy, tile, statistics)
-    if choice.by_dispatch:
-        choice = _for_rows(choice, problem, device, num_rows, statistics)
+    if choice.by_dispatch:  # few rows may have more threads each
+        at = (problem, device, choice.strategy)
+        few = for_few_rows(*at, choice.tile, num_rows, choice.statistics)
+        if few != choice.tile:
+            shape = f"{few.threads_per_row} lanes for each and {few.rows_per_block} in a block"
+            reason = f"{choice.reason}; as rows are few, {shape}"
+            choice = replace(choose(*at, few, statistics), reason=reason)
     if not 0 <= sm_margin < device.num_sms:
         raise ValueError(
             f"sm_margin is {sm_margin}; expected 0 to {device.num_sms - 1} of the "
@@ -267,18 +268,6 @@ def make_plan(
     needed = once + num_rows * problem.bytes_per_row
     made = (choice.strategy, choice.tile, choice.statistics, launches, num_partials, moved, needed)
     return Plan(problem, device, num_rows, *made, choice.reason)
-
-
-def _for_rows(
-    choice: Choice, problem: Problem, device: Device, num_rows: int, statistics: str | None
-) -> Choice:
-    """The choice, with more threads for each row where rows are few."""
-    tile = for_few_rows(problem, device, choice.strategy, choice.tile, num_rows, choice.statistics)
-    if tile == choice.tile:
-        return choice
-    shape = f"{tile.threads_per_row} lanes for each and {tile.rows_per_block} in a block"
-    reason = f"{choice.reason}; as rows are few, {shape}"
-    return replace(choose(problem, device, choice.strategy, tile, statistics), reason=reason)
 
 
 def _launches(

@@ -44,13 +44,6 @@ _QUEUED_RING_BYTES, _QUEUED_QUANTIZED_BYTES, _QUEUED_CLUSTER_SIZE = 256 * 1024, 
 _BUNDLE_TURNS = 4
 
 
-def queued_ring_bytes(problem: Problem) -> int | None:
-    """Forward: bytes of x that a block takes before it ends; None if blocks stay resident."""
-    if not problem.scaling or not problem.centered:
-        return _QUEUED_RING_BYTES
-    return None if problem.cols_of_scale is not None else _QUEUED_QUANTIZED_BYTES
-
-
 def queued_bundles(tile: Tile) -> int:
     """Forward: bundles that a warp takes before its block ends."""
     return max(2, ceil_div(_BUNDLE_TURNS * 32 // tile.threads_per_row, tile.bundle))
@@ -147,9 +140,11 @@ def grid_size(
     if _stays(choice, problem):
         return min(groups, resident)
     if tile.path == "ring":
-        small = tile.cluster_size <= _QUEUED_CLUSTER_SIZE
-        queued = 0  # only resident blocks
-        if small and (queued_bytes := queued_ring_bytes(problem)):
+        queued_bytes = _QUEUED_RING_BYTES
+        if problem.scaling and problem.centered:  # with scales of its own it stays resident
+            queued_bytes = 0 if problem.cols_of_scale is not None else _QUEUED_QUANTIZED_BYTES
+        queued = 0
+        if queued_bytes and tile.cluster_size <= _QUEUED_CLUSTER_SIZE:
             row_bytes = problem.num_cols * problem.itemsize
             queued = ceil_div(num_rows, max(1, queued_bytes * tile.cluster_size // row_bytes))
         return min(groups, max(resident, queued), most) * tile.cluster_size
@@ -197,18 +192,15 @@ def for_few_rows(
     in_registers = strategy in ("warp", "block") and tile.path == "registers"
     if not problem.forward or not in_registers or problem.scaling:
         return tile
-    few = _more_lanes(problem, device, tile, num_rows, statistics) if strategy == "warp" else tile
-    return _early(problem, device, few, num_rows, _early_turns(problem, strategy, few))
-
-
-def _early_turns(problem: Problem, strategy: str, tile: Tile) -> range:
-    """The turns of resident blocks for which fewer blocks with an early weight are faster."""
-    itemsize = problem.itemsize
+    few, itemsize = tile, problem.itemsize
+    if strategy == "warp":
+        few = _more_lanes(problem, device, tile, num_rows, statistics)
+    # The turns of resident blocks for which fewer blocks with an early weight are faster.
     alone = not (problem.centered or problem.bias or problem.extras)
     narrow = strategy == "warp" and problem.num_cols * itemsize <= _EARLY_LANES_BYTES
-    if narrow and alone and tile.pack_size * itemsize == 16:
-        return _EARLY_LANES_TURNS[tile.exact]
-    return range(0)
+    aligned = few.pack_size * itemsize == 16
+    turns = _EARLY_LANES_TURNS[few.exact] if narrow and alone and aligned else range(0)
+    return _early(problem, device, few, num_rows, turns)
 
 
 def _early(problem: Problem, device: Device, tile: Tile, num_rows: int, lanes_turns: range) -> Tile:
@@ -274,31 +266,20 @@ def in_one_launch(choice: Choice, problem: Problem, num_rows: int) -> Launch | N
     if num_rows > _ROWS_OF_GROUP * sums.rows_per_block:
         return None
     few = replace(tile, rows_per_block=together, blocks_per_sm=1)
-    row_blocks = ceil_div(num_rows, together)
-    sum_blocks = ceil_div(problem.num_cols, sums.pack_size * sums.threads_per_row)
-    instance, smem_bytes = few_instance(problem, few, sums), smem_bytes_of_few(problem, few, sums)
-    blocks = row_blocks + sum_blocks
-    return Launch(instance, few, blocks, block_size, smem_bytes, num_row_blocks=row_blocks)
-
-
-def smem_bytes_of_few(problem: Problem, tile: Tile, sums: Tile) -> int:
-    """Shared memory of a block that has rows, or columns: the larger of the two."""
-    compute_bytes = 4 if problem.compute == "float32" else 8
+    # Shared memory of a block that has rows, or columns: the larger of the two.
     of_rows = 0
     if tile.path == "ring":
-        of_rows = 2 * 4 * tile.block_size * tile.cluster_size // 32
-    elif tile.threads_per_row > 32:
-        of_rows = reduce_bytes(problem, tile.threads_per_row)
-    warps = sums.block_size // 32
-    return max(of_rows, 2 * sums.pack_size * sums.threads_per_row * warps * compute_bytes)
-
-
-def few_instance(problem: Problem, tile: Tile, sums: Tile) -> Kernel:
-    """The instance of backward_few.cu. sums: the tile of the blocks that own columns."""
-    outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"
-    name = f"{row_arguments(problem)}, {outputs}, {cpp_bool(problem.centered)}"
-    expression = f"backward_few<{name}, {tile.cpp}, {sums.cpp}>"
-    return Kernel("backward_few.cu", expression, functor_structs(problem))
+        of_rows = 2 * 4 * few.block_size * few.cluster_size // 32
+    elif few.threads_per_row > 32:
+        of_rows = reduce_bytes(problem, few.threads_per_row)
+    of_cols = smem_bytes_of(problem, sums, "parameters")
+    outputs, centered = cpp_names(problem.dweight, problem.dbias), cpp_bool(problem.centered)
+    arguments = f"{row_arguments(problem)}, {outputs}, {centered}, {few.cpp}, {sums.cpp}"
+    kernel = Kernel("backward_few.cu", f"backward_few<{arguments}>", functor_structs(problem))
+    row_blocks = ceil_div(num_rows, together)
+    blocks = row_blocks + ceil_div(problem.num_cols, sums.pack_size * sums.threads_per_row)
+    smem_bytes = max(of_rows, of_cols)
+    return Launch(kernel, few, blocks, block_size, smem_bytes, num_row_blocks=row_blocks)
 
 
 def quantize_launch(

@@ -118,13 +118,6 @@ def functor_structs(problem: Problem) -> str:
     return "".join(texts)
 
 
-def compute_of_load(problem: Problem) -> str:
-    """The dtype in which a load's functor computes: the widest arithmetic of the parts of a sum."""
-    parts = (problem.x, problem.input, problem.residual_dtype)
-    wide = any(name and DTYPES[name].compute == "float64" for name in parts)
-    return "float64" if wide else "float32"
-
-
 def row_instance(
     problem: Problem, strategy: str, tile: Tile, statistics: str, step: str = "all"
 ) -> Kernel:
@@ -135,9 +128,11 @@ def row_instance(
         if problem.residual:
             load_x = f"ResidualLoad<{cpp_name(problem.x)}>"
         if problem.input:
-            types = cpp_names(problem.input, problem.residual_dtype, problem.x)
-            if problem.load:
-                types += f", {problem.load.struct(compute_of_load(problem))}"
+            parts = (problem.input, problem.residual_dtype, problem.x)
+            types = cpp_names(*parts)
+            if problem.load:  # it computes in the widest arithmetic of the parts of the sum
+                wide = any(name and DTYPES[name].compute == "float64" for name in parts)
+                types += f", {problem.load.struct('float64' if wide else 'float32')}"
             load_x = f"SumLoad<{types}>"
         rounded = f", {cpp_name(problem.round_x_hat)}" if problem.round_x_hat else ""
         outputs = cpp_names(problem.y, problem.weight, problem.bias)

@@ -35,10 +35,6 @@ _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 5
 _COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
 
 
-def _never(problem: Problem, device: Device, tile: Tile) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Strategy:
     """One row of the dispatch table.
@@ -53,7 +49,7 @@ class Strategy:
     kept_in: str
     tile: Callable[[Problem, Device], Tile | None]
     first_capability: int = 0
-    later_is_faster: Callable[[Problem, Device, Tile], bool] = _never
+    later_is_faster: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
 
 
 def _ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
@@ -70,12 +66,6 @@ def _ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
         few = registers.blocks_per_sm == 1 and not problem.residual
         return few or in_flight(problem, registers) < ENOUGH_BYTES
     return True
-
-
-def _ring_in_block_is_faster(problem: Problem) -> bool:
-    """Whether a ring in one block is faster than one in a cluster."""
-    full = not problem.forward or problem.widest_pack == 1
-    return problem.num_cols <= (_COLS_OF_FULL_BLOCK if full else _COLS_OF_BLOCK)
 
 
 # Each strategy tries its paths (docs/dispatch.md) in an order of its own.
@@ -105,19 +95,18 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 
 def _is_slower_than_cluster(problem: Problem, device: Device, tile: Tile) -> bool:
     """Whether a ring in a cluster beats a ring, or registers, in one block."""
-    is_for_ring = tile.path == "ring" or _ring_is_faster(problem, tile)
-    if not is_for_ring or (tile.path == "ring" and _ring_in_block_is_faster(problem)):
+    if tile.path == "ring":
+        full = not problem.forward or problem.widest_pack == 1
+        if problem.num_cols <= (_COLS_OF_FULL_BLOCK if full else _COLS_OF_BLOCK):
+            return False
+    elif not _ring_is_faster(problem, tile):
         return False
-    return ring_tile(problem, device, _cluster_sizes(device)) is not None
-
-
-def _cluster_sizes(device: Device) -> tuple[int, ...]:
-    return tuple(size for size, _ in device.clusters)
+    return ring_tile(problem, device, tuple(dict(device.clusters))) is not None
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
     """A ring if one fits, else registers or shared memory."""
-    sizes = _cluster_sizes(device)
+    sizes = tuple(dict(device.clusters))
     ring = ring_tile(problem, device, sizes)
     return ring or cluster_tile(problem, device) or smem_tile(problem, device, sizes)
 

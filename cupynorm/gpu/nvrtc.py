@@ -295,7 +295,6 @@ def _resources(log: str) -> Resources:
 # exchange would run as this user. They have mode 0700 and are checked whenever they are used.
 
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_SECONDS_UNTIL_STALE = 24 * 3600
 _temporary: dict[str, Path] = {}  # the folders of this process, or of the one that it is a fork of
 
 
@@ -312,22 +311,20 @@ def cache_folder(name: str) -> Path:
             if not os.path.lexists(each):
                 each.mkdir(0o700, exist_ok=True)
     except OSError:
-        return _temporary_folder(name, None)
+        return folder_of_process(name)
     _check(folder, (folder, folder.parent))
-    return folder if os.access(folder, os.W_OK | os.X_OK) else _temporary_folder(name, None)
+    return folder if os.access(folder, os.W_OK | os.X_OK) else folder_of_process(name)
 
 
 def folder_of_process(name: str) -> Path:
-    """A folder in cache_folder(name) that is removed when this process ends."""
-    parent = cache_folder(name)
-    for folder in parent.iterdir():  # of processes that were killed, perhaps on another machine
-        with contextlib.suppress(OSError, ValueError):
-            if time.time() - folder.stat().st_mtime > _SECONDS_UNTIL_STALE:
-                try:
-                    os.kill(int(folder.name.split("-")[0]), 0)
-                except ProcessLookupError:
-                    shutil.rmtree(folder, ignore_errors=True)
-    return _temporary_folder(f"{name} of {parent}", parent)
+    """A temporary folder that is removed when this process ends. It has one of each name."""
+    folder = _temporary.get(name)
+    if folder is None or not is_private(folder, stat.S_ISDIR):
+        folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="cupynorm-")))
+        atexit.register(_remove, folder, os.getpid())
+        _check(folder, (folder,))
+        _temporary[name] = folder
+    return folder
 
 
 def is_private(path: Path, kind=stat.S_ISREG) -> bool:
@@ -386,17 +383,6 @@ def _check(folder: Path, ours: tuple[Path, ...]) -> None:
             f"{each} {wrong}; expected a folder that only user {own} can change, because compiled "
             f"code is loaded from it: {mend}, or set XDG_CACHE_HOME to a folder of your own"
         )
-
-
-def _temporary_folder(key: str, parent: Path | None) -> Path:
-    folder = _temporary.get(key)
-    if folder is None or not is_private(folder, stat.S_ISDIR):
-        prefix = f"{os.getpid()}-" if parent else "cupynorm-"
-        folder = Path(os.path.realpath(tempfile.mkdtemp(prefix=prefix, dir=parent)))
-        atexit.register(_remove, folder, os.getpid())
-        _check(folder, (folder,))
-        _temporary[key] = folder
-    return folder
 
 
 def _remove(folder: Path, pid: int) -> None:

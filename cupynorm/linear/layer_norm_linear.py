@@ -92,7 +92,22 @@ def layer_norm_linear(
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit.
     """
-    return _call("layer_norm", **locals())
+    return _call(
+        "layer_norm",
+        input=input,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        weight=weight,
+        bias=bias,
+        eps=eps,
+        residual=residual,
+        return_normalized=return_normalized,
+        return_residual=return_residual,
+        zero_centered_weight=zero_centered_weight,
+        save_normalized=save_normalized,
+        fused=fused,
+        sm_margin=sm_margin,
+    )
 
 
 def rms_norm_linear(
@@ -124,7 +139,22 @@ def rms_norm_linear(
     Returns y [..., out_features], or a tuple that begins with it, as layer_norm_linear, and raises
     as it.
     """
-    return _call("rms_norm", **locals())
+    return _call(
+        "rms_norm",
+        input=input,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        weight=weight,
+        bias=bias,
+        eps=eps,
+        residual=residual,
+        return_normalized=return_normalized,
+        return_residual=return_residual,
+        zero_centered_weight=zero_centered_weight,
+        save_normalized=save_normalized,
+        fused=fused,
+        sm_margin=sm_margin,
+    )
 
 
 def _call(

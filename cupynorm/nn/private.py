@@ -2,8 +2,8 @@
 
 Nothing else in cupynorm spells a private name of torch, but for gpu/arrays.py. That stands below
 this folder, and takes from torch._C what kernels are launched by: _cuda_exchangeDevice,
-_cuda_getCurrentRawStream and _dynamo.guards._empty_strided_cuda. tests/nn/test_private.py says when
-torch moves one.
+_cuda_getCurrentRawStream and _dynamo.guards._empty_strided_cuda. Importing this module fails where
+torch has moved one.
 """
 
 from __future__ import annotations

@@ -81,18 +81,14 @@ class Scales:
         self.num_steps += 1
         has_callable = callable(recipe.amax_compute_algo)
         has_callable = has_callable or recipe.scaling_factor_compute_algo is not None
-        if not has_callable and not arrays.on_host(history) and history.is_contiguous():
-            update_scales(
-                self.scale,
-                history,
-                self.largest,
-                2.0**-recipe.margin,
-                most_recent=recipe.amax_compute_algo == "most_recent",
-            )
-            return
-        scale, history = updated(history, self.scale, self.largest, recipe)
-        self.scale.copy_(scale)
-        self.amax_history.copy_(history)
+        if has_callable or arrays.on_host(history) or not history.is_contiguous():
+            scale, history = updated(history, self.scale, self.largest, recipe)
+            self.scale.copy_(scale)
+            self.amax_history.copy_(history)
+        else:
+            most_recent = recipe.amax_compute_algo == "most_recent"
+            factor = 2.0**-recipe.margin
+            update_scales(self.scale, history, self.largest, factor, most_recent=most_recent)
 
     def forget(self) -> None:
         """Drops the amaxes of a step that did not end."""

@@ -249,34 +249,27 @@ class Quantize:
     power_of_two: bool = False
     layout: str = "row"
     transpose: bool = False
+    # dtype, the given scale or scale_inv, amax, and the rest.
     parts: tuple[str, Array | None, Array | None, Quantization] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        name = name_of_8_bits(self.dtype)
-        if name is None:
+        dtype, scale, bound = name_of_8_bits(self.dtype), self.scale, self.upper_bound
+        if dtype is None:
             raise TypeError(f"dtype is {self.dtype!r}; expected one of {', '.join(EIGHT_BITS)}")
-        object.__setattr__(self, "dtype", name)
-        self._check_values()
-        self._check_together()
-        object.__setattr__(self, "parts", self._parts())
-
-    def _check_values(self) -> None:
-        """Raises TypeError or ValueError for a value that is wrong by itself."""
-        scale, group_size, bound = self.scale, self.group_size, self.upper_bound
-        if isinstance(scale, str) and scale not in _COMPUTED:
+        named = scale if isinstance(scale, str) else None
+        if named and named not in _COMPUTED:
             names = ", ".join(map(repr, _COMPUTED))
             raise ValueError(
                 f"scale is {scale!r}; expected {names}, an array of one float32, or None"
             )
-        for name, given in (("scale", scale), ("scale_inv", self.scale_inv)):
-            is_text = isinstance(given, str) and name == "scale_inv"
-            if isinstance(given, numbers.Number) or is_text:
+        for name, given in (("scale", None if named else scale), ("scale_inv", self.scale_inv)):
+            if isinstance(given, numbers.Number | str):
                 raise TypeError(
                     f"{name} is {given!r}; expected an array of one float32 where the input is, so "
                     "that no step waits for its value"
                 )
-        if group_size.__class__ is not int or group_size not in (64, 128):
-            raise ValueError(f"group_size is {group_size!r}; expected 128 or 64")
+        if self.group_size.__class__ is not int or self.group_size not in (64, 128):
+            raise ValueError(f"group_size is {self.group_size!r}; expected 128 or 64")
         for name, value in (("power_of_two", self.power_of_two), ("transpose", self.transpose)):
             if not isinstance(value, (bool, np.bool_)):
                 raise TypeError(f"{name} is {value!r}; expected True or False")
@@ -286,20 +279,28 @@ class Quantize:
         is_real = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
         if bound is not None and not (is_real and bound > 0):
             raise ValueError(f"upper_bound is {bound!r}; expected a positive number")
+        object.__setattr__(self, "dtype", dtype)
+        self._check_together(named)
+        rest = Quantization(
+            dtype,
+            "block64" if self.group_size == 64 else named or "given",
+            bool(self.power_of_two),
+            bool(self.transpose),
+            upper_bound=inf if bound is None else float(bound),
+            divides=self.scale_inv is not None,
+            layout=self.layout,
+        )
+        given = self.scale_inv if named or scale is None else scale
+        object.__setattr__(self, "parts", (dtype, given, self.amax, rest))
 
-    def _check_together(self) -> None:
+    def _check_together(self, named: str | None) -> None:
         """Raises ValueError for values that exclude each other."""
         if self.scale is not None and self.scale_inv is not None:
             raise ValueError("scale and scale_inv were given; expected one of them")
-        named = self.scale if isinstance(self.scale, str) else None
         computed = " or ".join(map(repr, _COMPUTED))
-        in_blocks, is_packed = named == "block", self.layout == "packed"
+        in_blocks, is_int8 = named == "block", self.dtype == "int8"
         for is_wrong, given, expected in (
-            (
-                self.dtype == "int8" and named in ("tensor", "block"),
-                "int8",
-                "'row', or one that is given",
-            ),
+            (is_int8 and named in ("tensor", "block"), "int8", "'row', or one that is given"),
             (self.amax is not None and named, "amax", "one that is given, or none"),
             (self.power_of_two and not named, "power_of_two", computed),
             (self.upper_bound is not None and not named, "upper_bound", computed),
@@ -310,23 +311,8 @@ class Quantize:
             if is_wrong:
                 scale = repr(named) if named else "that is given, or none"
                 raise ValueError(f"{given} was given with a scale {scale}; expected {expected}")
-        if is_packed and not self.power_of_two:
+        if self.layout == "packed" and not self.power_of_two:
             raise ValueError("layout is 'packed'; expected power_of_two=True with it")
-
-    def _parts(self) -> tuple:
-        """dtype, the given scale or scale_inv, amax, and the rest."""
-        named = self.scale if isinstance(self.scale, str) else None
-        rest = Quantization(
-            self.dtype,
-            "block64" if self.group_size == 64 else named or "given",
-            bool(self.power_of_two),
-            bool(self.transpose),
-            upper_bound=inf if self.upper_bound is None else float(self.upper_bound),
-            divides=self.scale_inv is not None,
-            layout=self.layout,
-        )
-        given = self.scale_inv if named or self.scale is None else self.scale
-        return self.dtype, given, self.amax, rest
 
 
 def name_of_8_bits(dtype: object) -> str | None:

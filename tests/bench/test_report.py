@@ -111,7 +111,7 @@ def test_a_table_is_put_between_its_markers(tmp_path):
         assert path.read_text() == text
     path.write_text("before <!-- bench --> old <!-- /bench --> after")
     report.rewrite_table(path, "new\n")
-    assert path.read_text() == "before <!-- bench -->\n\nnew\n\n<!-- /bench --> after"
+    assert path.read_text() == "before <!-- bench -->\nnew\n<!-- /bench --> after"
 
 
 def test_json_comes_back(tmp_path):

@@ -13,8 +13,11 @@ from cupynorm.dtypes import DTYPES
 
 CUDA_SRC = Path(__file__).parents[2] / "cuda_src"
 TABLE = tuple(STRATEGIES)
+H200, A100, RTX_4090, RTX_5090 = map(DEVICES.get, ("H200", "A100", "RTX 4090", "RTX 5090"))
 GPUS = ("A100", "RTX 4090", "H100", "H200", "B200")
 DIRECTIONS = ("forward", "backward")
+RING = Tile(8, 96, 2, stages=3, path="ring")
+QUANTIZED = {"y": "float8_e4m3fn", "scaling": "row"}
 
 
 def problem_of(
@@ -27,6 +30,14 @@ def problem_of(
     return Problem(
         direction, num_cols=num_cols, x=dtype, **({"centered": True} | tensors | changes)
     )
+
+
+def forward(num_cols: int = 1024, x: str = "bfloat16", **changes: object) -> Problem:
+    return problem_of(num_cols, x, "forward", **changes)
+
+
+def backward(num_cols: int = 1024, x: str = "bfloat16", **changes: object) -> Problem:
+    return problem_of(num_cols, x, "backward", **changes)
 
 
 def problem_of_row(row: Row, norm: str, dtype: str, num_cols: int) -> Problem:

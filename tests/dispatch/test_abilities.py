@@ -5,48 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tile_problems import A100, H200, QUANTIZED, RING, RTX_4090, RTX_5090, backward, forward
+from plan_problems import A100, H200, QUANTIZED, RING, RTX_4090, RTX_5090, backward, forward
 
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import choose
-from cupynorm.dispatch.model import can_bundle, can_ring, scales_at_once, streamed
+from cupynorm.dispatch.model import can_bundle, can_ring, scales_at_once
 from cupynorm.dispatch.problem import Layout, Problem, Tile
 
 STREAM = {"input": "bfloat16", "residual_dtype": "float32"}
 
 
-def test_streamed_itemsizes():
-    assert streamed(forward()) == [2]
-    assert streamed(forward(x="float32", residual=True)) == [4, 4]
-    assert streamed(backward()) == [2, 2]
-    assert streamed(backward(x="float32", dy="bfloat16", dsum="float32")) == [4, 2, 4]
-
-
 def test_problems_that_can_use_a_ring():
     for problem in (
-        forward(),
         forward(x="float32", residual=True),
         forward(weight="float64"),
         forward(**QUANTIZED),
-        backward(),
         backward(dsum="bfloat16"),
         backward(recomputed="bfloat16", bias="bfloat16"),
     ):
-        assert can_ring(problem, H200), problem
+        assert can_ring(problem, H200) and can_ring(problem, RTX_5090), problem
         assert not can_ring(problem, A100) and not can_ring(problem, RTX_4090)
-        assert can_ring(problem, RTX_5090)
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        forward(x="float64"),
-        forward(**STREAM),
-    ],
-    ids=["float64", "input"],
-)
-def test_problems_that_cannot_use_a_ring(problem):
-    assert not can_ring(problem, H200)
+    assert not can_ring(forward(x="float64"), H200) and not can_ring(forward(**STREAM), H200)
 
 
 def test_problems_that_can_use_bundles():
@@ -133,6 +112,10 @@ def test_scales_that_belong_to_no_block_of_columns():
         (Tile(2, 32, 1, cluster_size=2, exact=1), "cluster", False),
         # One of 320 columns ends in the middle of a block of 128.
         (Tile(2, 32, 5, cluster_size=2, exact=1), "cluster", False),
+        # A ring: 32 lanes of 8 or 2 are 256 or 64 columns, and no warp's part may end in a block.
+        (replace(RING, exact=1), "block", True),
+        (replace(RING, exact=1, pack_size=2), "block", False),
+        (RING, "block", False),
     ],
     ids=str,
 )
@@ -215,11 +198,3 @@ def test_the_check_of_split_blocks_can_fail():
         Tile(1, 64, 4, path="registers"),
     ):
         assert splits_a_block(replace(tile, pack_size=1), 128)
-
-
-def test_scales_of_blocks_in_a_ring():
-    """No warp's part may end inside a block: 32 lanes of 8 or 2 are 256 or 64 columns."""
-    ring = replace(RING, exact=1)
-    assert scales_at_once(quantized("block"), ring, "block")
-    assert not scales_at_once(quantized("block"), replace(ring, pack_size=2), "block")
-    assert not scales_at_once(quantized("block"), replace(ring, exact=0), "block")

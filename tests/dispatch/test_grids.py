@@ -156,21 +156,14 @@ def test_sm_margin_that_leaves_no_cluster(direction):
                 plan(num_cols, sm_margin=margin + 1, **options)
 
 
-def test_sm_margin_does_not_make_a_small_grid_larger():
-    for direction in DIRECTIONS:
-        assert (
-            plan(8192, 3, device="H200", direction=direction, sm_margin=1).launches[0].grid_size
-            == 3
-        )
-
-
-@pytest.mark.parametrize("margin", (132, 1000))
-def test_sm_margin_that_leaves_no_multiprocessor(margin):
-    for direction in DIRECTIONS:
-        with pytest.raises(
-            ValueError, match=f"sm_margin is {margin}; expected 0 to 131 of the 132 multiprocessors"
-        ):
-            plan(768, device="H200", direction=direction, sm_margin=margin)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sm_margin_of_small_grids_and_of_all_multiprocessors(direction):
+    options = {"device": "H200", "direction": direction}
+    assert plan(8192, 3, sm_margin=1, **options).launches[0].grid_size == 3
+    for margin in (132, 1000):
+        message = f"sm_margin is {margin}; expected 0 to 131 of the 132 multiprocessors"
+        with pytest.raises(ValueError, match=message):
+            plan(768, sm_margin=margin, **options)
 
 
 def test_shared_memory_limits_resident_blocks():

@@ -10,56 +10,24 @@ from cupynorm.dispatch.problem import Layout, Tile
 from cupynorm.plans import plan
 
 
-def test_pack_limit():
+@pytest.mark.parametrize(
+    ("num_cols", "operand", "expected"),
+    [
+        (768, (256, 768, 2), 16),
+        (1000, (256, 1000, 2), 8),
+        (1023, (256, 1023, 2), 1),
+        (768, (16, 0, 4), 16),  # 16 bytes are enough for any pack
+        (768, (8, 0, 4), 2),
+        (768, (256, 770, 2), 2),
+        (768, (256, -768, 2), 16),
+    ],
+)
+def test_pack_limit(num_cols, operand, expected):
     """The largest power of two that divides num_cols and keeps every pack aligned."""
-    for num_cols, expected in (
-        (1, 1),
-        (7, 1),
-        (6, 2),
-        (12, 4),
-        (768, 16),
-        (1000, 8),
-        (1023, 1),
-        (1 << 20, 16),
-    ):
-        assert Layout.of_new_arrays(num_cols) == Layout(expected, contiguous=True)
-        assert pack_limit(num_cols, [(256, num_cols, 2), (512, 0, 4)]) == expected or num_cols in (
-            1000,
-        )
-    # Addresses. A pack of 16 or more bytes needs 16.
-    for address, itemsize, expected in (
-        (1 << 20, 2, 16),
-        (16, 2, 16),
-        (8, 2, 4),
-        (4, 2, 2),
-        (2, 2, 1),
-        (1, 2, 1),
-        (16, 4, 16),
-        (8, 4, 2),
-        (4, 4, 1),
-        (16, 8, 16),
-        (8, 8, 1),
-        (0, 2, 16),
-        (48, 8, 16),
-    ):
-        assert pack_limit(768, [(address, 0, itemsize)]) == expected, (address, itemsize)
-    # Row strides: contiguous, padded by some elements, reversed.
-    for stride, itemsize, expected in (
-        (768, 2, 16),
-        (769, 2, 1),
-        (770, 2, 2),
-        (772, 2, 4),
-        (769, 4, 1),
-        (770, 4, 2),
-        (-769, 2, 1),
-        (-768, 2, 16),
-    ):
-        assert pack_limit(768, [(256, stride, itemsize)]) == expected, (stride, itemsize)
+    assert pack_limit(num_cols, [operand]) == expected
     # The worst of all tensors counts, whichever it is.
-    for layouts in ([(2, 0, 2), (256, 0, 2)], [(256, 0, 2), (2, 0, 2)], [(256, 0, 4), (256, 3, 2)]):
-        assert pack_limit(768, layouts) == 1
-    # 40 bytes of 1000 columns' rows: 8 elements of 2 bytes divide both.
-    assert pack_limit(1000, [(256, 1000, 2)]) == 8
+    odd = (2, 0, 2)
+    assert pack_limit(num_cols, [operand, odd]) == pack_limit(num_cols, [odd, operand]) == 1
 
 
 def packs_fit(num_cols, layouts, pack_size):
@@ -113,32 +81,20 @@ def test_alignment_and_width_reach_the_tile():
 
 def test_bytes_moved():
     """By hand: rows x streamed tensors, statistics, parameters, partial sums twice."""
-    made = plan(1000, 10, "bfloat16", device="H200")
-    assert (
-        made.bytes_moved == made.bytes_needed == 10 * 1000 * (2 + 2) + 10 * 2 * 4 + 1000 * (2 + 2)
-    )
-    made = plan(
-        1000,
-        10,
-        "float64",
-        norm="rms_norm",
-        weight_dtype="float32",
-        bias_dtype=None,
-        out_dtype="float16",
-        device="A100",
-    )
-    assert made.bytes_moved == made.bytes_needed == 10 * 1000 * (8 + 2) + 10 * 1 * 8 + 1000 * 4
-    made = plan(
-        1000, 10, "float16", weight_dtype=None, bias_dtype=None, residual=True, device="A100"
-    )
-    assert made.bytes_moved == made.bytes_needed == 10 * 1000 * (2 + 2 + 2 + 2) + 10 * 2 * 4
-
+    elements, bare = 10 * 1000, {"weight_dtype": None, "bias_dtype": None}
+    of_rms_norm = {"norm": "rms_norm", "weight_dtype": "float32", "bias_dtype": None}
+    for dtype, options, expected in (
+        ("bfloat16", {}, elements * (2 + 2) + 10 * 2 * 4 + 1000 * (2 + 2)),
+        ("float64", of_rms_norm | {"out_dtype": "float16"}, elements * 10 + 10 * 8 + 1000 * 4),
+        ("float16", bare | {"residual": True}, elements * (2 + 2 + 2 + 2) + 10 * 2 * 4),
+    ):
+        made = plan(1000, 10, dtype, device="A100", **options)
+        assert made.bytes_moved == made.bytes_needed == expected
     tile = Tile(pack_size=4, threads_per_row=32, packs_per_thread=4, rows_per_block=4)
     made = plan(500, 10, "float32", direction="backward", device="H200", strategy="warp", tile=tile)
     needed = 10 * 500 * 4 * 3 + 10 * 2 * 4 + 500 * 4 * 3
-    assert (
-        made.num_partials == 3
-    )  # ten rows, four a block; each a row of dweight and of dbias, written and read
+    # Ten rows, four a block; each a row of dweight and of dbias, written and read.
+    assert made.num_partials == 3
     assert (made.bytes_needed, made.bytes_moved) == (needed, needed + 2 * 2 * 3 * 500 * 4)
 
 
@@ -147,28 +103,17 @@ def test_bytes_moved_if_rows_are_read_again():
 
     Backward reads x and dy for its sums, for dx, and for dweight and dbias.
     """
-    once = 10 * 1000
+    once, options = 10 * 1000, {"strategy": "uncached", "device": "H200"}
     for norm, statistics, passes in (
         ("layer_norm", "welford", 2),
         ("layer_norm", "two_pass", 3),
         ("rms_norm", "welford", 2),
         ("rms_norm", "two_pass", 2),
     ):
-        made = plan(
-            1000,
-            10,
-            "float32",
-            norm=norm,
-            strategy="uncached",
-            statistics=statistics,
-            device="H200",
-        )
+        made = plan(1000, 10, "float32", norm=norm, statistics=statistics, **options)
         assert made.bytes_moved - made.bytes_needed == (passes - 1) * once * 4
-    made = plan(
-        1000, 10, "float32", strategy="uncached", statistics="welford", residual=True, device="H200"
-    )
+    made = plan(1000, 10, "float32", statistics="welford", residual=True, **options)
     assert made.bytes_moved - made.bytes_needed == once * (4 + 4), "x and residual are read again"
-
-    made = plan(1000, 10, "float32", direction="backward", strategy="uncached", device="H200")
+    made = plan(1000, 10, "float32", direction="backward", **options)
     assert made.bytes_moved - made.bytes_needed == 2 * once * (4 + 4)
     assert made.num_partials == 0

@@ -6,17 +6,25 @@ import random
 from dataclasses import replace
 
 import pytest
-from plan_problems import GPUS, problem_of, without_file
-from tile_problems import A100, H200, QUANTIZED, RTX_4090, RTX_5090, backward, forward
+from plan_problems import (
+    A100,
+    GPUS,
+    H200,
+    QUANTIZED,
+    RTX_4090,
+    RTX_5090,
+    backward,
+    forward,
+    problem_of,
+    without_file,
+)
 
 from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.model import (
-    RESERVED_BYTES,
     blocks_that_fit,
     check_tile,
     fits_smem,
     registers_of_thread,
-    shaped,
     warps_that_fit,
 )
 from cupynorm.dispatch.problem import SCALINGS, Tile
@@ -76,36 +84,6 @@ def test_more_packs_need_more_registers_and_leave_fewer_blocks(path, device):
     assert blocks == sorted(blocks, reverse=True)
     # A register holds at most two elements.
     assert needed[-1] >= 24 * tile.pack_size / 2
-
-
-def test_shared_memory_that_fits():
-    """One KiB of every block is the driver's; the limit of a block does not include it."""
-    device = replace(H200, smem_per_block=100_000, smem_per_sm=202_048)
-    assert RESERVED_BYTES == 1024
-    assert fits_smem(device, 100_000, 2)
-    assert not fits_smem(device, 100_001, 1)
-    assert not fits_smem(replace(device, smem_per_sm=202_047), 100_000, 2)
-    assert fits_smem(device, 0, 197) and not fits_smem(device, 0, 198)
-
-
-@pytest.mark.parametrize(
-    ("num_cols", "pack_size", "threads", "cluster_size", "packs", "exact"),
-    [
-        (1024, 8, 128, 1, 1, 1),
-        (1032, 8, 128, 1, 2, 0),
-        (1, 1, 32, 1, 1, 0),
-        (2048, 8, 32, 2, 4, 1),
-        # Slices are of 8 packs, 64 columns: 2112 columns give 1088 and 1024 to two blocks.
-        (2112, 8, 32, 2, 5, 0),
-        (2112, 8, 34, 2, 4, 0),
-        (0, 8, 32, 1, 1, 0),
-    ],
-)
-def test_shaped(num_cols, pack_size, threads, cluster_size, packs, exact):
-    tile = shaped(forward(num_cols), pack_size, threads, cluster_size)
-    assert tile == Tile(pack_size, threads, packs, cluster_size=cluster_size, exact=exact)
-    ring = shaped(forward(1024), 8, 64, path="ring", stages=3, rows_per_block=2)
-    assert ring == Tile(8, 64, 2, 2, exact=1, stages=3) and ring.path == "ring"
 
 
 @pytest.mark.parametrize("name", GPUS)

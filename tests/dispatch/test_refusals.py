@@ -103,6 +103,14 @@ block RING | stages 1
   stages 1, rows_per_block 1, packs_per_thread 1; expected 2 or more stages of a ring
 block RING | path staged
   path 'staged'; expected one of registers, smem, ring for strategy 'block'
+warp WARP | path ring
+  path 'ring'; expected one of registers, bundle for strategy 'warp'
+uncached UNCACHED | path smem
+  path 'smem'; expected one of uncached for
+block RING | path registers
+  stages 2; expected 0: path 'registers' has none
+block BLOCK | path ring
+  path 'ring' and stages 0; .* 1 or more
 block BLOCK | rows_per_block 2, stages 1 | direction backward
   stages 1, rows_per_block 2, packs_per_thread 1; .* backward 1 for one row a block
 block BLOCK | stages -1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from tile_problems import QUANTIZED, RING, backward, forward
+from plan_problems import QUANTIZED, RING, backward, forward
 
 from cupynorm.dispatch.model import reduce_bytes, smem_bytes_of
 from cupynorm.dispatch.problem import Problem, Tile

@@ -37,17 +37,18 @@ class Figures(NamedTuple):
 
 def problems(compute_capability: int) -> Iterator[tuple[dict, int]]:
     """Pairs of a problem and a width."""
+    plain = grid.PROBLEMS if compute_capability == 90 else grid.FEWER_PROBLEMS
     some = [
-        (grid.PROBLEMS, grid.WIDTHS if compute_capability == 90 else grid.FEWER_WIDTHS),
-        (grid.FUSED_PROBLEMS, grid.FUSED_WIDTHS),
-        (grid.QUANTIZED_PROBLEMS, grid.FEWER_QUANTIZED_WIDTHS),
+        (plain, grid.FEWER_WIDTHS[1::3]),
+        (grid.FUSED_PROBLEMS, grid.FEWER_FUSED_WIDTHS[:1]),
+        (grid.QUANTIZED_PROBLEMS, grid.FEWER_QUANTIZED_WIDTHS[1:2]),
     ]
     if compute_capability == 90:
         some += [
-            (grid.RING_PROBLEMS, grid.RING_WIDTHS),
-            (grid.BUNDLE_PROBLEMS, grid.BUNDLE_WIDTHS[::2]),
+            (grid.RING_PROBLEMS, grid.FEWER_RING_WIDTHS[::2]),
+            (grid.BUNDLE_PROBLEMS, grid.BUNDLE_WIDTHS[::4]),
         ]
-        yield from grid.problems_of_rows()[::6]
+        yield from grid.problems_of_rows()[::20]
     for pairs in some:
         yield from itertools.product(*pairs)
 
@@ -55,7 +56,8 @@ def problems(compute_capability: int) -> Iterator[tuple[dict, int]]:
 def kernels(compute_capability: int) -> dict[str, Kernel]:
     """By problem; of problems with the same kernel the first alone."""
     device, found, seen = DEVICES[GPUS[compute_capability]], {}, set()
-    for (problem, num_cols), num_rows in itertools.product(problems(compute_capability), NUM_ROWS):
+    for at, (problem, num_cols) in enumerate(problems(compute_capability)):
+        num_rows = NUM_ROWS[at % 2]
         made = grid.plan_of(problem, num_cols, num_rows, device)
         words = " ".join(f"{name}={value}" for name, value in problem.items())
         for launch in made.launches:

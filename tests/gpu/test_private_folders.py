@@ -48,14 +48,11 @@ def finish(process: subprocess.Popen) -> None:
 def test_folders_are_private_with_any_umask(cache):
     before = os.umask(0)
     try:
-        folders = [cache_folder("on_cpu"), changed_sources(CHANGES)]
+        folders = [cache_folder("on_cpu"), cache, changed_sources(CHANGES)]
     finally:
         os.umask(before)
-    for folder in folders:
-        assert cache in folder.parents
-        for each in (folder, *folder.parents):
-            if cache in (each, *each.parents):
-                assert each.stat().st_mode & 0o777 == 0o700
+    assert folders[0].parent == cache
+    assert all(each.stat().st_mode & 0o777 == 0o700 for each in folders)
 
 
 def test_folders_that_others_can_write_are_refused(cache):
@@ -67,21 +64,20 @@ def test_folders_that_others_can_write_are_refused(cache):
         folder.chmod(0o700)
     cache.parent.chmod(0o777)
     with pytest.raises(PermissionError, match=f"chmod go-w {cache.parent}"):
-        changed_sources(CHANGES)
+        cache_folder("on_cpu")
     cache.parent.chmod(0o1777)
-    assert changed_sources(CHANGES).is_dir()
+    assert cache_folder("on_cpu").is_dir()
 
 
 @needs_root
 def test_folders_of_another_user_are_refused(cache):
     cache.mkdir(mode=0o700)
     os.chown(cache, OTHER, OTHER)
-    for use in (lambda: cache_folder("on_cpu"), lambda: changed_sources(CHANGES)):
-        with pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
-            use()
+    with pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
+        cache_folder("on_cpu")
 
 
-def test_changed_sources_go_with_their_process_alone(cache):
+def test_changed_sources_go_with_their_process_alone(tmp_path):
     script = f"""
 import os
 from cupynorm.explore.experiment import changed_sources
@@ -91,8 +87,8 @@ if os.fork() == 0:
 os.wait()
 assert (folder / "another.cuh").is_file()
 """
-    finish(start(script))
-    assert not list((cache / "sources").iterdir())
+    finish(start(script, TMPDIR=str(tmp_path)))
+    assert not list(tmp_path.glob("cupynorm-*"))
 
 
 @pytest.mark.slow

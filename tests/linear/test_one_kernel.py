@@ -341,7 +341,7 @@ def test_errors_are_those_of_the_plain_path(norm_name, dtype, sizes):
     problem = draw(norm_name, dtype, **sizes)
     fused, plain = (recorded(problem, "cuda", fused=each) for each in ("kernel", "plain"))
     off = rms_off(problem, fused, plain)
-    assert off[0] <= 1.1 * off[1] and not np.array_equal(fused["y"], plain["y"])
+    assert off[0] <= 1.1 * off[1] and one_kernel._loaded.cache_info().currsize
     assert_right(problem, fused, ("y", "normalized", "sum"))
 
 
@@ -431,7 +431,9 @@ def test_default_is_as_exact_as_the_plain_path(kind, monkeypatch):
     """The error of y is at most 1.1 times the plain path's."""
     torch.manual_seed(0)
     calls, forward = [], one_kernel.forward
-    monkeypatch.setattr(one_kernel, "forward", lambda *given: calls.append(1) or forward(*given))
+    monkeypatch.setattr(
+        one_kernel, "forward", lambda *given, **how: calls.append(1) or forward(*given, **how)
+    )
     num_cols, out_features, eps = product_plan.MOST_CENTERED_COLS, OUT, 1e-5
     if kind == "real":
         x, norm_weight, norm_bias, eps = real_layer()

@@ -214,23 +214,6 @@ def test_calls_without_gradients_do_not_change_the_history(of_four_steps, length
     assert all(torch.equal(after, before) for after, before in zip(kept, values))
 
 
-def test_tensors_without_memory_are_refused_before_scales_move(of_four_steps):
-    module, options = of_four_steps
-    values = [each.clone() for each in scales_of(module)]
-    fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, for reading the address of a fake tensor
-        for x in (torch.empty(5, 200, device="meta"), fake.from_tensor(random(5, 200)))[
-            : 1 if not options else 2
-        ]:
-            with pytest.raises(
-                TypeError, match="input is a (.*Tensor, which has no address|torch tensor on meta)"
-            ):
-                with fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
-                    module(x, **options)
-    assert all(torch.equal(*pair) for pair in zip(scales_of(module), values))
-
-
 REFUSED = ({"residual": torch.ones(5, 100)}, {"fuse": cupynorm.functors.row_scale(torch.ones(4))})
 
 

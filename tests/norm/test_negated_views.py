@@ -3,8 +3,6 @@ times -1, such as x.conj().imag, and zeros that have no memory."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 import cupynorm
@@ -76,24 +74,6 @@ def test_calls_of_negated_operands(device, norm, name, is_recorded, num_cols):
         return *(each.detach() for each in results), *plain
 
     assert_same(call, tensors)
-
-
-@pytest.mark.parametrize("is_strided", [False, True])
-@pytest.mark.parametrize("num_cols", [COLS, 1])
-def test_explicit_calls_of_negated_operands(device, num_cols, is_strided):
-    def rows(seed):
-        made = draw(device, ROWS, 2 * num_cols, seed=seed)
-        return made[:, :num_cols] if is_strided else made[:, :num_cols].contiguous()
-
-    names = ("weight", "bias")
-    tensors = {"x": rows(0)} | {name: draw(device, num_cols, seed=1) for name in names}
-    assert_same(
-        lambda x, weight, bias: cupynorm.layer_norm_forward(x, num_cols, weight, bias), tensors
-    )
-    made = cupynorm.layer_norm_forward(tensors["x"], num_cols, *map(tensors.get, names))
-    of_backward = {"dy": rows(2), "x": tensors["x"], "mean": made.mean, "rstd": made.rstd}
-    of_backward |= {"weight": tensors["weight"], "dsum": rows(3)}
-    assert_same(partial(cupynorm.layer_norm_backward, normalized_shape=num_cols), of_backward)
 
 
 @pytest.mark.parametrize("scale", ["given", "tensor", "row", "block"])

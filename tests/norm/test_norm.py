@@ -67,17 +67,11 @@ def test_types_shapes_and_dtypes_of_results(name):
         x = lib.put(np.random.default_rng(0).standard_normal((2, 3, 8)), dtype)
         forward = cupynorm.layer_norm_forward(x, x.shape[-1])
         backward = cupynorm.layer_norm_backward(x, x, x.shape[-1], forward.mean, forward.rstd)
-        assert [type(value) for value in (*forward, *backward)] == [type(x)] * 7
-        assert [tuple(value.shape) for value in (*forward, *backward)] == [
-            (2, 3, 8),
-            (2, 3),
-            (2, 3),
-        ] + [(2, 3, 8)] * 2 + [(8,)] * 2
-        assert [arrays.dtype_name(value) for value in (*forward, *backward)] == [
-            dtype,
-            compute,
-            compute,
-        ] + [dtype] * 4
+        results, shapes = (*forward, *backward), [(2, 3, 8), (2, 3), (2, 3), (2, 3, 8), (2, 3, 8)]
+        assert [type(each) for each in results] == [type(x)] * 7
+        assert [tuple(each.shape) for each in results] == [*shapes, (8,), (8,)]
+        dtypes = [dtype, compute, compute] + [dtype] * 4
+        assert [arrays.dtype_name(each) for each in results] == dtypes
         assert forward.sum is x
         assert cupynorm.rms_norm_forward(x, 8).mean is None
 
@@ -92,28 +86,12 @@ def test_positional_arguments_have_the_order_of_torch(name):
     )
     # Two float64 results of one formula, whose additions differ in order.
     close = {"rtol": 1e-12, "atol": 1e-12}
-    for arguments in (
-        ((40,),),
-        ([40],),
-        ((40,), weight),
-        ((40,), weight, bias),
-        ((40,), weight, bias, 0.1),
-        ((40,), None, bias),
+    for call, theirs, others in (
+        (cupynorm.layer_norm, functional.layer_norm, [(weight, bias, 0.1), (None, bias)]),
+        (cupynorm.rms_norm, functional.rms_norm, [(weight, 0.1), (None, 0.1), (weight, None)]),
     ):
-        torch.testing.assert_close(
-            cupynorm.layer_norm(x, *arguments), functional.layer_norm(x, *arguments), **close
-        )
-    for arguments in (
-        ((40,),),
-        ([40],),
-        ((40,), weight),
-        ((40,), weight, 0.1),
-        ((40,), None, 0.1),
-        ((40,), weight, None),
-    ):
-        torch.testing.assert_close(
-            cupynorm.rms_norm(x, *arguments), functional.rms_norm(x, *arguments), **close
-        )
+        for arguments in (((40,),), ([40],), ((40,), weight), *(((40,), *each) for each in others)):
+            torch.testing.assert_close(call(x, *arguments), theirs(x, *arguments), **close)
     named = {"input": x, "normalized_shape": (40,), "weight": weight, "eps": 0.1}
     torch.testing.assert_close(
         cupynorm.layer_norm(**named, bias=bias), functional.layer_norm(**named, bias=bias), **close
@@ -134,14 +112,6 @@ def test_the_default_eps_of_rms_norm_is_that_of_torch(name, dtype):
     torch.testing.assert_close(
         cupynorm.rms_norm(x, 64).double(), expected, rtol=allowed, atol=allowed
     )
-    # Older versions of torch take the epsilon of the input's dtype. It differs where the arithmetic
-    # is wider.
-    if DTYPES[dtype].compute == dtype or tuple(map(int, torch.__version__.split(".")[:2])) >= (
-        2,
-        11,
-    ):
-        theirs = torch.nn.functional.rms_norm(x, (64,)).double()
-        torch.testing.assert_close(theirs, expected, rtol=2 * allowed, atol=2 * allowed)
     other = torch.nn.functional.rms_norm(x.double(), (64,), eps=2 * eps)
     assert (other - expected).abs().max() > 8 * allowed
 

@@ -156,4 +156,4 @@ def test_all_runs_on_a_gpu(tmp_path):
     asked = ["--quick", "--models", "gpt2,qwen3", "--json", str(file)]
     assert models.main(asked) == 0
     for model in models.Result.from_json(file.read_text()).models.values():
-        assert all([*each.milliseconds] == [*models.RUNS] for each in model.phases.values())
+        assert all({*each.milliseconds} == {*models.RUNS} for each in model.phases.values())
