@@ -36,7 +36,7 @@ from ..norm.request import tile_of
 from ..plans import full_name, plan
 from ..table import as_html, as_text
 from ..verify import kernels
-from ..verify.cases import NORMS, Case, Problem, random_problem
+from ..verify.cases import Case, Problem, random_problem
 from ..verify.check import check_seed
 from ..verify.kernels import Machine, run_kernels, uses_welford
 from ..verify.results import CheckResult
@@ -184,8 +184,6 @@ def experiment(
     fit and for an input that is not a matrix.
     """
     dtype = full_name(dtype)
-    if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
     check_seed(seed)
     where = kernels.machine(on)
     on_gpu = where.on == "gpu"

@@ -17,7 +17,6 @@ from ..gpu import nvrtc, on_cpu
 from ..gpu.nvrtc import cuda_src
 from ..plans import device_of, full_name, plan
 from ..table import as_html, as_text
-from ..verify.cases import NORMS
 from .trace import Trace, drawn, trace
 
 # Bytes and float32 operations a second, from NVIDIA's data sheets (SXM where there are several).
@@ -252,8 +251,6 @@ def explain(
     Returns an Explanation: prints as text, in Jupyter with pictures; its parts are its methods.
     Raises ValueError for unknown names and for a strategy or tile that does not fit.
     """
-    if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
     device, dtype = device_of(device), full_name(dtype)
     options = {
         "norm": norm,

@@ -25,7 +25,7 @@ from ..norm.checks import names_what_was_removed
 from ..norm.request import tile_of
 from ..plans import full_name, plan
 from ..table import as_html, as_text
-from ..verify.cases import NORMS, Case, random_problem
+from ..verify.cases import Case, random_problem
 from ..verify.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
 from ..verify.kernels import CpuMachine, run_kernels
 from .experiment import Changes, changed_sources
@@ -444,8 +444,6 @@ def trace(
     do not fit, NoCompilerError without a C++ compiler, OnCpuError where too much happened.
     """
     dtype = full_name(dtype)
-    if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
     chosen = {"strategy": strategy, "tile": tile_of(tile), "statistics": statistics}
     options = {"norm": norm, "direction": direction, "residual": residual, **chosen}
     planned = plan(num_cols, num_rows, dtype, device=device, **options)

@@ -263,7 +263,8 @@ class _Norm(torch.autograd.Function):
             dx, dweight, dbias = _gradients(ctx, (dy, *ctx.saved_tensors, dsum))
             dresidual = dx
         # Autograd drops the gradients of tensors that want none.
-        return *prepared.pick_gradients((dx, dweight, dbias, dresidual, None)), *of_own
+        gradients = prepared.pick_gradients((dx, dweight, dbias, dresidual, None))
+        return (*gradients, *of_own) if of_own else gradients
 
 
 # _Norm.apply without its work for functorch's transforms (vmap, grad, jvp): a third of its time.

@@ -109,3 +109,11 @@ def test_chosen_tiles_of_random_widths_fit(name):
             blocks = min(tile.blocks_per_sm, choice.resident)
             assert blocks == tile.blocks_per_sm, (problem, tile)
             assert fits_smem(device, choice.smem_bytes, tile.blocks_per_sm), (problem, tile)
+
+
+def test_shared_memory_that_fits():
+    """One KiB of every block is the driver's; the limit of a block does not include it."""
+    device = replace(H200, smem_per_block=100_000, smem_per_sm=202_048)
+    assert fits_smem(device, 100_000, 2) and not fits_smem(device, 100_001, 1)
+    assert not fits_smem(replace(device, smem_per_sm=202_047), 100_000, 2)
+    assert fits_smem(device, 0, 197) and not fits_smem(device, 0, 198)

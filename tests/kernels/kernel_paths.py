@@ -234,7 +234,8 @@ def case_of(call: Call, where) -> tuple[Case, Tile | None]:
     by_copies = path.tile is not None and path.tile.stages > 0
     if by_copies and (case.has_own_sum or (path.tile.bundle and case.dtype("y") != case.x)):
         case = replace(case, tile=None)  # the copy engine fetches rows of one dtype
-    if by_copies and path.tile.bundle and (case.has_own_sum or case.dtype("y") != case.x):
+    one_dtype = not case.has_own_sum and case.dtype("y") == case.x
+    if by_copies and path.tile.bundle and (case.recompute or not one_dtype):
         backward = None
     return case, backward
 
