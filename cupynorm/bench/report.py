@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import statistics
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..table import as_markdown, as_text
+from ..table import as_html, as_markdown, as_text
 from .cells import COPY, GEMM, OURS, Cell, LinearCell
 
 README, CHART = Path("README.md"), Path("docs/speed.svg")
@@ -164,6 +165,12 @@ class BenchResult:
         return "\n\n".join([*parts, "\n".join(self._notes())])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{html.escape(self.headline())}</p>"]
+        for title, each in self.tables().items():
+            parts.append(f"<p>{html.escape(title)}</p>{as_html(self._rows(each))}")
+        return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in self._notes())])
 
     def headline(self) -> str:
         """GPU, versions and date in one line."""
