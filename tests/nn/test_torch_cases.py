@@ -129,38 +129,6 @@ def test_inputs_that_torch_refuses_are_refused(name, ops):
             NORMS[name](sample.input, *sample.args, **sample.kwargs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_module_inputs_of_torch_give_its_results(kind, dtype, module_infos):
-    info = module_infos[getattr(torch.nn, kind)]
-    num_cases = 0
-    for case in info.module_inputs_func(info, "cpu", dtype, requires_grad=False, training=True):
-        constructor, forward = case.constructor_input, case.forward_input
-        module = getattr(cupynorm, kind)(*constructor.args, **constructor.kwargs, dtype=dtype)
-        theirs = info.module_cls(*constructor.args, **constructor.kwargs, dtype=dtype)
-        assert repr(module) == f"cupynorm.{theirs}"
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.normal_(generator=torch.Generator().manual_seed(num_cases))
-        theirs = (
-            torch.nn.functional.layer_norm if kind == "LayerNorm" else torch.nn.functional.rms_norm
-        )
-        parameters = [getattr(module, name, None) for name in ("weight", "bias")]
-
-        def call(x, normalized_shape, weight, bias=None, eps=None, module=module):
-            given = {
-                name: value
-                for name, value in (("weight", weight), ("bias", bias))
-                if value is not None
-            }
-            return torch.func.functional_call(module, given, (x,))
-
-        arguments = (*forward.args, module.normalized_shape, *parameters)
-        assert_right(call, theirs, *arguments, eps=module.eps)
-        num_cases += 1
-    assert num_cases >= 6
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
 @BOTH
 def test_dtypes_beyond_the_four_are_refused(name, dtype):
