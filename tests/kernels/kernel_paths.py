@@ -207,9 +207,6 @@ def calls() -> list[tuple[Call, bool]]:
             is_quick = bool(core) and (at + of_kind) % 3 == 0
             name = (core if is_quick else names)[at % len(core if is_quick else names)]
             layouts = _layouts(PATHS[name], OPTIONS[option], generator)
-            tile = PATHS[name].tile
-            if tile and tile.bundle and "recompute" in OPTIONS[option]:
-                continue  # bundles write no y again
             found.append((Call(name, option, layouts), is_quick))
     return found
 
