@@ -34,7 +34,7 @@ from every_quantized import quantized_cases, run_quantized
 from quantized_calls import judge_bytes
 from cupynorm.verify.results import CheckResult
 
-machine = CpuMachine(sanitize=("address", "undefined"))
+machine = CpuMachine(sanitized=True)
 findings = judge_scales(*run_scales(2, machine))
 for case, how in quantized_cases()[::10]:
     findings += judge_bytes(case, how, *run_quantized(case, how, machine))
