@@ -359,13 +359,18 @@ def _digest(folder: Path, text: str, *parts: str) -> str:
     digest, left, seen = hashlib.sha256(), [text], set()
     digest.update(repr((text, parts, _compiler_and_macros())).encode())
     while left:
-        for name in _INCLUDE.findall(left.pop()):
+        for name in _included(left.pop()):
             content = files.get(name) or _installed_texts().get(name)
             if content and name not in seen:
                 seen.add(name)
                 digest.update(f"{name} {len(content)}\n{content}".encode())
                 left.append(content)
     return digest.hexdigest()[:32]
+
+
+@functools.lru_cache(maxsize=256)
+def _included(text: str) -> list[str]:
+    return _INCLUDE.findall(text)
 
 
 def _texts(folder: Path) -> dict[str, str]:
