@@ -20,7 +20,7 @@ from cupynorm.verify.cases import random_problem
 from cupynorm.verify.kernels import CpuMachine
 
 folder = sys.argv[1] and Path(sys.argv[1])
-machine = CpuMachine(kernel_paths.SMALL, 0, ("address", "undefined"), folder or None)
+machine = CpuMachine(kernel_paths.SMALL, 0, True, folder or None)
 for words in sys.argv[2:]:
     call = kernel_paths.Call(*words.split("; "), {})
     case, backward = kernel_paths.case_of(call, machine)
