@@ -149,6 +149,7 @@ def test_t02_constant_rows_on_each_path(name, statistics, where):
 
 
 # Columns at which the sum of equal values is rounded most.
+@pytest.mark.slow
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize(
     "strategy, num_cols, tile",
