@@ -205,7 +205,10 @@ def use_tiles(path: str | Path | None) -> None:
             rows = read_rows(path)
         except (KeyError, TypeError, ValueError) as error:
             name = type(error).__name__
-            raise ValueError(f"{path} is no file of tiles: {name}: {error}") from error
+            raise ValueError(
+                f"{path} is no file of tiles; expected a .csv that python -m cupynorm tune "
+                f"writes: {name}: {error}"
+            ) from error
         if not rows:
             raise ValueError(f"{path} has no rows; expected those that tune writes")
     use_rows(rows, "" if path is None else path.name, present() or None)
