@@ -26,7 +26,7 @@ from cupynorm.plans import plan
 PARTS = {80: 2, 86: 1, 89: 1, 90: 2, 100: 1, 120: 1}
 # With few cores: (first, step) of the kernels that are compiled. The plans of sm_86 and sm_89 have
 # the same limits, so other kernels are compiled for each.
-SHARES = {80: (0, 12), 86: (1, 24), 89: (5, 24), 90: (4, 12), 100: (9, 24), 120: (13, 24)}
+SHARES = {80: (0, 12), 86: (1, 24), 89: (5, 24), 90: (4, 72), 100: (9, 24), 120: (13, 24)}
 
 
 @needs_nvrtc
