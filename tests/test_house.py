@@ -25,12 +25,13 @@ from repository_files import (
 )
 
 # From the bottom up: a module imports from its own folder or from those before it.
-HOUSE = ("dtypes", "command_line", "table", "dispatch", "gpu", "norm", "plans", "functors", "nn")
-HOUSE += ("linear", "parallel", "functional", "verify", "bench", "explore", "__main__")
+HOUSE = ("dtypes", "command_line", "table", "dispatch", "gpu", "norm", "plans", "functors")
+HOUSE += ("recipes", "nn", "linear", "parallel", "functional", "verify", "bench", "explore")
+HOUSE += ("types", "__main__")
 BELOW_ALL = {"reference", "data", "__version__", ""}
 # torch.fx records a module's call as one of cupynorm.layer_norm, so the module must call that.
 UPWARD = {"nn/modules imports cupynorm.functional"}
-TORCH = {"nn", "linear", "parallel", "bench"}  # import torch at module level
+TORCH = {"recipes", "nn", "linear", "parallel", "bench"}  # import torch at module level
 
 
 def folder_of(name: str) -> str:

@@ -19,10 +19,9 @@ import torch
 from torch.nn import functional
 
 from .. import functional as ours
-from .. import reference
+from .. import recipes, reference
 from ..dispatch.problem import cols_of_scale
 from ..dtypes import EIGHT_BITS, compute_dtype
-from ..nn import recipes
 from ..nn.scales import fp8_autocast
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Launch, Quantize
@@ -199,7 +198,8 @@ def _gemm(cell: LinearCell, inputs: Inputs) -> tuple:
     if cell.format == "bfloat16":
         tensors = (inputs.normalized, inputs.weight, inputs.bias)
         return partial(functional.linear, *tensors), tensors
-    from ..nn import quantization, recipes
+    from .. import recipes
+    from ..nn import quantization
     from ..nn.quantization import Factor, multiply
 
     both = cell.direction == "both"

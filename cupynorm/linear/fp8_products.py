@@ -18,7 +18,10 @@ from ..gpu import arrays
 from ..nn import modes, private, quantization, scales
 from ..nn.modes import name_of
 from ..nn.quantization import Factor
-from ..nn.recipes import (
+from ..nn.scales import Scales
+from ..norm.quantized import QuantizedTensor
+from ..norm.request import Quantization
+from ..recipes import (
     BLOCK_SIZE,
     E4M3,
     LARGEST_FLOAT32,
@@ -27,9 +30,6 @@ from ..nn.recipes import (
     DelayedScaling,
     Recipe,
 )
-from ..nn.scales import Scales
-from ..norm.quantized import QuantizedTensor
-from ..norm.request import Quantization
 from .operands import as_rows, join, sum_rows
 
 # Tensors that have a scale, in TransformerEngine's order.

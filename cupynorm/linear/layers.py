@@ -20,8 +20,8 @@ from torch.nn import functional
 from ..gpu import arrays
 from ..nn import by_torch, modes, scales
 from ..nn.modes import product_dtype
-from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
+from ..recipes import DelayedScaling
 from . import parameters
 from .fp8_products import Fp8State, as_matrix, fits
 from .layer_norm_linear import check_call, normalize_and_project
@@ -308,7 +308,7 @@ class Linear(LinearLayer, torch.nn.Linear):
 
     Examples:
         >>> norm, layer = cupynorm.RMSNorm(64), cupynorm.Linear(64, 192)
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
         ...     layer(norm(torch.randn(8, 64), fp8_output=True)).shape
         torch.Size([8, 192])
 
@@ -322,7 +322,7 @@ class Linear(LinearLayer, torch.nn.Linear):
     it returns (..., out_features). is_first_microbatch, fp8_output and fp8_grad are those of
     cupynorm.LayerNormLinear; fp8_grad rounds the gradient of the input.
 
-    input may also be a cupynorm.QuantizedTensor, such as the y of cupynorm.LayerNorm with
+    input may also be a cupynorm.types.QuantizedTensor, such as the y of cupynorm.LayerNorm with
     fp8_output=True. Its 8-bit numbers are multiplied as they are if they have the recipe's format
     and one scale, or the recipe's blocks. Otherwise they are dequantised, and quantised again. The
     gradient of the weight reads a transposed copy in 8 bits. With scales of blocks that copy is

@@ -25,9 +25,9 @@ from ..norm.request import (
     Quantization,
     checked_launch,
 )
+from ..recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
 from . import autograd, by_torch, scales
 from .modes import is_recorded, is_transformed, learns_shapes, name_of, run_untraced
-from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
 from .scales import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
@@ -305,10 +305,10 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     autocast y is float32, as torch's is. fuse is as for cupynorm.layer_norm; functors named dropout
     apply only in training mode.
 
-    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
-        forward format, and its transposed copy where gradients are recorded and y has one scale.
-        Its dequantize() is differentiable. The scale is kept by the module (DelayedScaling), or
-        from the amax of this y (CurrentScaling), or of each 128 columns (BlockScaling).
+    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.types.QuantizedTensor in the
+        recipe's forward format, and its transposed copy where gradients are recorded and y has one
+        scale. Its dequantize() is differentiable. The scale is kept by the module (DelayedScaling),
+        or from the amax of this y (CurrentScaling), or of each 128 columns (BlockScaling).
 
     State dicts can be exchanged with torch.nn; in one of TransformerEngine `_extra_state` is
     ignored. A module with a scale of DelayedScaling saves it under that name, as bytes without

@@ -30,7 +30,7 @@ from ..linear.operands import Operands
 from ..nn import modes, scales
 from ..nn.modes import product_dtype
 from ..nn.private import is_any_autocast_enabled
-from ..nn.recipes import DelayedScaling, Recipe
+from ..recipes import DelayedScaling, Recipe
 
 _KEY = "cupynorm"
 _LONGEST_PAUSE = 0.05  # seconds between two looks at the store

@@ -31,8 +31,8 @@ from ..linear.operands import (
 from ..linear.products import ONE_RANK, OneRank
 from ..nn import modes, scales
 from ..nn.modes import SUPPORTED
-from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
+from ..recipes import DelayedScaling
 from . import agreement
 from .ranks import Ranks, group_size
 from .sharding import Sharding
@@ -118,8 +118,8 @@ class LayerNormLinear(LinearLayer):
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
     it returns out (..., out_features), or a tuple of out, the bias (an empty tensor without one)
-    and the normalised tensor, those that were requested. A cupynorm.QuantizedTensor as input is
-    dequantised.
+    and the normalised tensor, those that were requested. A cupynorm.types.QuantizedTensor as input
+    is dequantised.
 
     is_first_microbatch: True for the first of several forwards with the same parameters, False for
         the others. The weight is then quantised once. None: it is quantised each time.

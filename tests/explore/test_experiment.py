@@ -37,7 +37,7 @@ DIFF = f"""--- a/cuda_src/statistics/statistics.cuh
 """
 
 
-def on_cpu(changes, num_cols: int = 256, **options) -> cupynorm.Experiment:
+def on_cpu(changes, num_cols: int = 256, **options) -> cupynorm.types.Experiment:
     return cupynorm.experiment(changes, num_cols, num_rows=4, on="cpu", **options)
 
 
@@ -49,7 +49,7 @@ def test_a_change_of_form_is_right():
     assert worst[0] == worst[1]
 
 
-def versions(found: cupynorm.Experiment) -> tuple:
+def versions(found: cupynorm.types.Experiment) -> tuple:
     return found.shipped, found.changed
 
 

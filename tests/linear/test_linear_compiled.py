@@ -133,7 +133,8 @@ def test_a_layer_with_delayed_gradients_breaks_the_graph():
     torch._dynamo.reset()
     x = torch.arange(96.0).reshape(4, 24).sin()
     for options, recipe in (
-        ({"delay_wgrad_compute": True}, recipe) for recipe in (None, cupynorm.CurrentScaling())
+        ({"delay_wgrad_compute": True}, recipe)
+        for recipe in (None, cupynorm.recipes.CurrentScaling())
     ):
         module = LayerNormLinear(24, 16, **options, **CPU)
         compiled = torch.compile(module, backend="aot_eager")

@@ -14,7 +14,8 @@ state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 from fp8_linear_cases import make, step  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from cupynorm import DelayedScaling, LayerNorm, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
+from cupynorm import LayerNorm, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
+from cupynorm.recipes import DelayedScaling  # noqa: E402
 
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 # Steps, and the length of the history.

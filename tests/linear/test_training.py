@@ -16,13 +16,15 @@ from torch.utils.checkpoint import (  # noqa: E402
 )
 
 from cupynorm import (  # noqa: E402
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
     LayerNorm,
     Linear,
     fp8_autocast,
     fp8_checkpoint_contexts,
+)
+from cupynorm.recipes import (  # noqa: E402
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
 )
 
 RECIPES = (None, DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling())

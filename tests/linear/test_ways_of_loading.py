@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from cupynorm import (  # noqa: E402
-    DelayedScaling,
     LayerNorm,
     LayerNormLinear,
     Linear,
     fp8_autocast,
 )
+from cupynorm.recipes import DelayedScaling  # noqa: E402
 
 SETTINGS = ("swap_module_params_on_conversion", "overwrite_module_params_on_conversion")
 ATTRIBUTES = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")

@@ -67,7 +67,7 @@ def test_modules_and_their_gradients(name, where):
 def test_products_in_8_bits(name):
     input = jagged([torch.randn(16, 32), torch.randn(32, 32)])
     layer = getattr(cupynorm, name)(32, 16, device="cpu")
-    with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+    with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
         y, expected = layer(input), layer(input.values())
         with pytest.raises(NotImplementedError, match="fp8_output is True and input is nested"):
             layer(input, fp8_output=True)

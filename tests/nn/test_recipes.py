@@ -16,9 +16,10 @@ import cupynorm
 torch = pytest.importorskip("torch")
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import quantization, recipes, scales  # noqa: E402
-from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
+from cupynorm import recipes  # noqa: E402
+from cupynorm.nn import quantization, scales  # noqa: E402
 from cupynorm.nn.scales import Scales  # noqa: E402
+from cupynorm.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
 
 
 def record(scales, at, x):
