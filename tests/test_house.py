@@ -44,14 +44,11 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether at module level) of each import; here as cupynorm.<module>."""
     tree = ast.parse(path.read_text(), str(path))
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, kinds)
-        for node in ast.walk(function)
-    }
-    found = []
-    for node in ast.walk(tree):
+    found, left = [], [(tree, True)]
+    while left:
+        node, is_top = left.pop()
+        is_top = is_top and not isinstance(node, kinds)
+        left += ((child, is_top) for child in ast.iter_child_nodes(node))
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -63,7 +60,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
                 base = ".".join(filter(None, ("cupynorm", *own, base)))
             is_folder = base == "cupynorm" or (PACKAGE.parent / base.replace(".", "/")).is_dir()
             names = [f"{base}.{alias.name}" for alias in node.names] if is_folder else [base]
-        found += [(name, id(node) not in inside) for name in names]
+        found += [(name, is_top) for name in names]
     return found
 
 

@@ -99,6 +99,7 @@ def test_a_result_left_unwritten_fails(monkeypatch, capsys):
     assert code == 1 and "OFF: dx nan" in out
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
     def fails(problem, where):

@@ -54,6 +54,7 @@ def assert_near(got, expected, unit):
     np.testing.assert_allclose(got, expected, rtol=0, atol=unit * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved"))
 def test_autocast_inside_and_outside_a_compiled_function(way):
     torch._dynamo.reset()
@@ -77,6 +78,7 @@ def test_autocast_inside_and_outside_a_compiled_function(way):
             assert_near(value, eager[name], 4 * 2.0**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", ({}, {"parameters_split": SPLIT}, {"return_bias": True}), ids=str
 )
@@ -117,6 +119,7 @@ def test_one_graph_for_any_number_of_rows():
     assert backend.frame_count <= 4  # the compiler may specialise 0, 1 and the first number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [LayerNormLinear, cupynorm.Linear])
 def test_a_dynamic_number_of_rows_stays_dynamic(layer):
     torch._dynamo.reset()

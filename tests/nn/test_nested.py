@@ -109,6 +109,7 @@ def test_heads_may_come_before_the_sequence(where):
     assert_same(y.values(), cupynorm.layer_norm(input.values(), COLS))
 
 
+@pytest.mark.slow
 def test_a_compiled_norm_keeps_the_sequences():
     input = jagged(sequences("cpu", COLS))
     norm = cupynorm.LayerNorm(COLS)

@@ -80,6 +80,7 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     assert_right(problem, results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_has_the_dtype_of_the_residual(dtype, residual_dtype, device):

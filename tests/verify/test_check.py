@@ -286,6 +286,7 @@ def numbers_of(cases) -> set[int]:
     return {int(each.rpartition(", T")[2].split()[0]) for each in cases if ", T" in each}
 
 
+@pytest.mark.slow
 @NEW
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_right_functions_pass_all_traps(dtype):
