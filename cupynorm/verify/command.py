@@ -60,9 +60,8 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser("check", help=help, description=about)
     add = parser.add_argument
     files = (
-        ".npy, .npz, .safetensors or .pt: check on its arrays, in their own dtypes. x or input, "
-        "weight, bias, dy and eps belong together, with or without a prefix such as layer1/; "
-        "every other array is an x of its own"
+        ".npy or .npz: check on its arrays, in their own dtypes. x or input, weight, bias, dy and "
+        "eps belong together, with or without a prefix such as layer1/; every other array is an x"
     )
     add("files", metavar="FILE", nargs="*", help=files)
     on = "where the kernels run; by default on a GPU if there is one"
@@ -176,7 +175,7 @@ def _arrays_of(
     arguments: argparse.Namespace, options: dict[str, float]
 ) -> list[activations.Activations]:
     """Those of the files, or the shipped ones, with the eps that is given."""
-    recorded = [each for path in arguments.files for each in activations.read(path, print)]
+    recorded = [each for path in arguments.files for each in activations.read(path)]
     if arguments.files and not recorded:
         raise ValueError("the files have no array of floats; expected at least one")
     return [replace(each, **options) for each in recorded or activations.shipped()]
