@@ -95,9 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except kernel_errors() as error:
         print(f"cupynorm: a kernel failed: {sentence_of(error)}", file=sys.stderr)
         return 1
-    except SystemExit:  # of code that a command imports or calls
-        print("cupynorm: sys.exit was called before the end of the command", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ from ..dispatch.problem import NormName
 from ..dtypes import compute_dtype
 from ..gpu import arrays, nvrtc
 from ..norm.checks import check_eps
-from ..table import printable
 from .cases import Case, Problem, given_problem
 from .check import check_dtypes, check_norms, check_seed, in_words, random_trials
 from .results import CheckResult
@@ -183,8 +181,8 @@ def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False
             if not (traps and trial.name):
                 raise
             result.findings.append(trial.failed(error))
-            continue
-        result.findings += trial.judged(got, rounded_mean=True)
+        else:
+            result.findings += trial.judged(got, rounded_mean=True)
     library = Library(own.library)
     result.checked = in_words(f"{' and '.join(own.given)} on {library}", cases)
     result.not_covered += own.not_covered(library.name, {case.norm for case in cases})
@@ -298,46 +296,15 @@ def bind(function: Callable, order: Sequence[str], label: str) -> tuple[list[str
     return positional + (left if takes_any else []), names
 
 
-def imported(text: str, label: str) -> Callable:
-    """The function MODULE:NAME. Raises ValueError where there is none. label: of the argument."""
-    module, colon, name = text.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"{label} is {text!r}; expected MODULE:NAME, such as my_norms:layer_norm")
-    named = f"{label} {printable(text)}"
-    with without_exit(f"{named}: {printable(module)}"):
-        try:
-            value = importlib.import_module(module)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            why = str(error) if isinstance(error, ImportError) else why
-            raise ValueError(
-                f"{named}: {printable(module)} could not be imported: {why}"
-            ) from error
-        try:
-            value = attrgetter(name)(value)
-        except AttributeError as error:
-            where = f"there is no {printable(name)} in {printable(module)}"
-            raise ValueError(f"{named}: {where}") from error
-    if not callable(value):
-        raise ValueError(f"{named} is of type {type(value).__name__}; expected a function")
-    return value
-
-
 @contextmanager
 def without_exit(what: str) -> Iterator[None]:
-    """Raises ValueError where a user's code ends the process, as sys.exit does.
-
-    what: the code. Errors and KeyboardInterrupt pass. BrokenPipeError does not: a command takes it
-    for the end of its own output.
-    """
+    """Raises ValueError where a user's code, which is named, calls sys.exit."""
     try:
         yield
-    except BaseException as end:
-        is_error = isinstance(end, (Exception, KeyboardInterrupt))
-        if is_error and not isinstance(end, BrokenPipeError):
-            raise
-        did = "called sys.exit" if isinstance(end, SystemExit) else f"raised {type(end).__name__}"
-        raise ValueError(f"{what} {did}, so nothing is checked; expected it to return") from end
+    except SystemExit as end:
+        raise ValueError(
+            f"{what} called sys.exit, so nothing is checked; expected it to return"
+        ) from end
 
 
 class Callables:
