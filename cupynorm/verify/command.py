@@ -33,11 +33,11 @@ _FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
 
 
 class Entry(NamedTuple):
-    """Trials of one case. name: its line in the table."""
+    """Trials of one case. name: its line in the table. trials: None draws random ones later."""
 
     name: str
     case: Case
-    trials: list[Trial] | None = None  # None: random ones, which are drawn when they run
+    trials: list[Trial] | None = None
 
     def drawn(self, seed: int) -> list[Trial]:
         return default_trials(self.case, seed) if self.trials is None else self.trials
@@ -107,12 +107,8 @@ def describe(where: kernels.Machine) -> str:
     ]
     gpu = f"{machine['gpu']}, driver {machine['driver']}" if machine["gpu"] else "no GPU"
     line = f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"
-    if where.on == "gpu":
-        return line
-    return (
-        f"{line}\nThe .cu files are compiled by {on_cpu.compiler()} and run on the CPU, planned "
-        f"for an {where.device.name}."
-    )
+    ran = f"compiled by {on_cpu.compiler()} and run on the CPU" if where.on == "cpu" else ""
+    return line + f"\nThe .cu files are {ran}, planned for an {where.device.name}." * bool(ran)
 
 
 def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
