@@ -61,17 +61,14 @@ class Plot(Figure):
         # Formulas name one font alone, which few readers' machines have.
         svg = svg.replace(f"'{_FONT}'\"", f"'{_FONT}', {_ELSE}\"")
         # Hundredths of a point do for lines; numbers that are read keep their digits.
-        return re.sub(r' (?:d|x|y)="[^"]*"', lambda found: _short(found[0]), svg)
+        short = lambda found: re.sub(r"(\d+\.\d\d)\d+", r"\1", found[0])  # noqa: E731
+        return re.sub(r' (?:d|x|y)="[^"]*"', short, svg)
 
 
 def look(at: int) -> dict[str, Any]:
     """Colour, marker and dash of line number `at`. The seventh line looks like the first."""
     at %= len(_MARKERS)
     return {"color": COLORS[at], "marker": _MARKERS[at], "linestyle": _DASHES[at]}
-
-
-def _short(path: str) -> str:
-    return re.sub(r"(\d+\.\d\d)\d+", r"\1", path)
 
 
 def _grid(
