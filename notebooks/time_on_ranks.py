@@ -80,17 +80,10 @@ def make_layer(
     mode: str | None, num_in: int, num_out: int, sequence: bool
 ) -> cupynorm.LayerNormLinear:
     torch.manual_seed(0)
-    return cupynorm.LayerNormLinear(
-        num_in,
-        num_out,
-        normalization="RMSNorm",
-        bias=False,
-        params_dtype=DTYPE,
-        device=DEVICE,
-        parallel_mode=mode,
-        tp_group=None if mode is None else distributed.group.WORLD,
-        sequence_parallel=sequence,
-    )
+    options = {"normalization": "RMSNorm", "bias": False, "params_dtype": DTYPE, "device": DEVICE}
+    options |= {"parallel_mode": mode, "sequence_parallel": sequence}
+    options["tp_group"] = None if mode is None else distributed.group.WORLD
+    return cupynorm.LayerNormLinear(num_in, num_out, **options)
 
 
 def rows_of(layer: cupynorm.LayerNormLinear, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -180,7 +180,7 @@ LIMITS = {
     "README.md": 130,
 }
 # What is above its limit may shrink, and may not grow.
-ABOVE = {"cupynorm": 24_500, "tests": 34_100, "programs of notebooks": 1_720}
+ABOVE = {"cupynorm": 24_500, "tests": 34_100, "programs of notebooks": 1_650}
 
 
 def lines_of(paths) -> int:
