@@ -50,7 +50,7 @@ WRONG_SPLITS = (
         ),
         ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'; expected None, 'col"),
         ({"tp_group": object()}, TypeError, "tp_group is an object; expected a group of torch"),
-        ({"tp_size": 0}, ValueError, "tp_size is 0; expected 1 or more"),
+        ({"tp_size": 0}, ValueError, "tp_size is 0; expected an int, 1 or more"),
         ({"tp_size": 2.0}, TypeError, "tp_size is 2.0; expected an int"),
         (
             {"tp_size": 3, "parallel_mode": "column"},
