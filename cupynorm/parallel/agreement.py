@@ -112,8 +112,8 @@ def exchange(store: Any, number: int, rank: int, size: int, call: dict) -> list[
             absent = ", ".join(map(str, unseen))
             said = ", ".join(f"{name} {value}" for name, value in [*call.items()][:_NUM_SAID])
             raise RuntimeError(
-                f"rank {rank} of tp_group has a call unlike all before, and rank {absent} has none; "
-                f"expected the same calls on all ranks. It has {said}"
+                f"rank {rank} of tp_group has a call unlike all before, and rank {absent} has "
+                f"none; expected the same calls on all ranks. It has {said}"
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
