@@ -208,8 +208,6 @@ def normalize_and_project(
         run = torch.compiler.disable(normalize_and_project)
         return run(products, operands, sink, weight, given)
     options, sharding = products.options, products.sharding
-    if operands.input.is_nested and products.is_alone:
-        return _of_nested(products, operands, sink, weight)
     check_call(operands, options)
     if not products.is_alone:
         sharding.check_plain(operands)
@@ -240,16 +238,6 @@ def check_call(operands: Operands, options: LinearOptions) -> None:
         return  # torch's operations check shapes, and the tracer warns of each look at one
     if not fits(operands):
         check(operands, is_cast=modes.in_autocast(operands.input))
-
-
-def _of_nested(products: Products, operands: Operands, sink, weight) -> tuple:
-    """Of a jagged input: its rows are one dense tensor."""
-    packing = by_torch.Packing(operands.input, 1)
-    packed = {"input": packing.values(operands.input, "input")}
-    if operands.residual is not None:
-        packed["residual"] = packing.values(operands.residual, "residual")
-    operands = operands._replace(**packed)
-    return packing.nested(normalize_and_project(products, operands, sink, weight))
 
 
 def _without_subclass(tensor: Tensor | None) -> Tensor | None:

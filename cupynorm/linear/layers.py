@@ -141,17 +141,6 @@ class LinearLayer(torch.nn.Module):
         quantized: QuantizedTensor | None,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         """y (quantised with fp8_output) and normalized."""
-        if operands.input.is_nested:
-            if fp8_output:
-                raise NotImplementedError(
-                    "fp8_output is True and input is nested; expected fp8_output=False"
-                )
-            packing = by_torch.Packing(operands.input, 1)
-            operands = operands._replace(input=packing.values(operands.input, "input"))
-            results = self._project_in_fp8(
-                operands, region, is_first_microbatch, False, fp8_grad, quantized=quantized
-            )
-            return packing.nested(results)
         options = self.linear_options(product_dtype(operands.input))
         self._check_in_fp8(operands, options)
         recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all())
@@ -179,6 +168,10 @@ class LinearLayer(torch.nn.Module):
     def _check_in_fp8(self, operands: Operands, options: LinearOptions) -> None:
         """Raises for a call that cannot be in 8 bits, before it changes any scale."""
         _refuse_transforms(operands)
+        if operands.input.is_nested:
+            raise NotImplementedError(
+                "input is nested inside fp8_autocast; expected input.values(), its rows"
+            )
         if modes.is_recorded():
             raise NotImplementedError(
                 "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "

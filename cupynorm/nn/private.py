@@ -90,11 +90,6 @@ def is_flattened(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "_fsdp_flattened", False)
 
 
-def ragged_dim(nested: torch.Tensor) -> int:
-    """The dimension of a jagged tensor in which its sequences differ."""
-    return nested._ragged_idx
-
-
 def reduced_parameters() -> list[torch.Tensor]:
     """Those of the DistributedDataParallel whose forward runs."""
     wrapper = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
