@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import modes, private, quantization, scales
+from ..nn import modes, quantization, scales
 from ..nn.modes import name_of
 from ..nn.quantization import Factor
 from ..nn.recipes import (
@@ -51,14 +51,12 @@ class Quantizers:
 
     states: "forward" and "backward", kept by the layer, for DelayedScaling.
     keeps_amaxes: whether the amaxes of this forward are kept.
-    forward_scale, backward_scale: used instead of the states' scales: by a forward that is run
-    again, and by a second backward after the step of the first has ended.
+    forward_scale: used instead of the state's scales, by a forward that is run again.
     """
 
     def __init__(self, recipe: Recipe, states: dict[str, Scales], keeps_amaxes: bool) -> None:
         self.recipe, self.states, self.keeps_amaxes = recipe, states, keeps_amaxes
         self.forward_scale: Tensor | None = None
-        self.backward_scale: Tensor | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
@@ -70,8 +68,6 @@ class Quantizers:
             return None
         if name in BACKWARD:
             state, at = self.states["backward"], BACKWARD.index(name)
-            if self.backward_scale is not None:
-                return (self.backward_scale[at : at + 1], None)
             return (state.scale[at : at + 1], state.amax(at))
         state, at = self.states["forward"], FORWARD.index(name)
         scale = state.scale if self.forward_scale is None else self.forward_scale
@@ -211,27 +207,6 @@ def transposed_factor(quantized: QuantizedTensor) -> Factor:
     scale_inv = quantized.transposed_scale_inv
     scale_inv = quantized.scale_inv if scale_inv is None else scale_inv
     return Factor(quantized.transposed, scale_inv, quantized.block_rows, quantized.block_cols)
-
-
-def quantizers_of_backward(ctx: Any, quantizers: Quantizers | None) -> Quantizers | None:
-    """Those of a node's backward, which may run for some gradients now and for others later.
-
-    Where a step has ended in between, the second one has the scale of the first, and records no
-    amax again. ctx: of the node, with first_backward, which is None at the beginning.
-    """
-    if quantizers is None or not isinstance(quantizers.recipe, DelayedScaling):
-        return quantizers
-    state = quantizers.states["backward"]
-    if ctx.first_backward is None:
-        if private.keeps_graph():  # this backward may run again
-            ctx.first_backward = state.num_steps, state.scale.clone()
-        return quantizers
-    num_steps, scale = ctx.first_backward
-    if num_steps == state.num_steps:
-        return quantizers
-    quantizers = copy.copy(quantizers)
-    quantizers.backward_scale = scale
-    return quantizers
 
 
 class Fp8State:

@@ -6,11 +6,10 @@ cupynorm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.fx import Proxy
 
 from ..dispatch.functor_text import BoundFunctor, Functors, Fuse
 from ..functional import layer_norm, rms_norm
@@ -34,7 +33,6 @@ from .scales import either
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 torch.fx.wrap("_without_dropout")
-torch.fx.wrap("_as_recorded")
 torch.fx.wrap("_keeping_y")
 
 # Keywords beyond torch.nn's, with their defaults.
@@ -123,13 +121,11 @@ class Norm(torch.nn.Module):
         fuse: Fuse = (),
         **unknown: NoReturn,
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
-        if unknown.__class__ is dict and unknown:  # torch.fx gives a Proxy for it
+        if unknown:
             refuse_keywords(f"{type(self).__name__}'s call", unknown)
         if not self.training:
             fuse = _without_dropout(fuse)
-        if fp8_output.__class__ is Proxy:
-            fuse = _as_recorded(fuse, fp8_output, unknown)
-        elif fp8_output:
+        if fp8_output:
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
         if self.memory_efficient:
@@ -284,8 +280,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         >>> norm(torch.tensor([[1.0, 2.0, 3.0, 6.0]])).detach().numpy().round(3)
         array([[-1.069, -0.535,  0.   ,  1.604]], dtype=float32)
 
-    normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's. weight and bias have
-        shape normalized_shape.
+    normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's.
 
     By keyword only:
     zero_centered_gamma: multiply by 1 + weight; weight is initialised to 0.
@@ -293,27 +288,22 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     sequence_parallel: unless None, parameters get it as an attribute of that name, for frameworks
         that reduce their gradients.
     round_x_hat: as for cupynorm.layer_norm.
-    memory_efficient: keep y for backward instead of the normalised row, as apex's norms do, which
-        saves memory where y is kept anyway. Backward takes x_hat = (y - bias) / weight, less
-        exactly for small weights (docs/calls.md). It goes with neither fp8_output nor fuse.
-    fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale,
-        as torch.distributed.checkpoint needs it to load one.
+    memory_efficient: keep y for backward instead of the normalised row, as apex's norms do:
+        docs/calls.md. It goes with neither fp8_output nor fuse.
+    fp8_state: True puts `_extra_state` into the state dict from the start, as
+        torch.distributed.checkpoint needs it to load a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape, it returns y
     of input's shape and dtype, or (y, input + residual) with return_residual=True. Under CUDA's
-    autocast y is float32, as torch's is. fuse is as for cupynorm.layer_norm; functors named dropout
-    apply only in training mode.
+    autocast y is float32. fuse is as for cupynorm.layer_norm; functors named dropout apply only in
+    training mode.
+    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor by the recipe,
+        with its transposed copy where gradients are recorded and y has one scale. Its dequantize()
+        is differentiable.
 
-    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
-        forward format, and its transposed copy where gradients are recorded and y has one scale.
-        Its dequantize() is differentiable. The scale is kept by the module (DelayedScaling), or
-        from the amax of this y (CurrentScaling), or of each 128 columns (BlockScaling).
-
-    State dicts can be exchanged with torch.nn; in one of TransformerEngine `_extra_state` is
-    ignored. A module with a scale of DelayedScaling saves it under that name, as bytes without
-    pickle (torch.nn loads such a state dict with strict=False). Loading a state dict without it
-    removes the scale.
+    State dicts can be exchanged with torch.nn. A module with a scale of DelayedScaling saves it as
+    `_extra_state`, bytes without pickle. Loading a state dict without it removes the scale.
 
     Raises TypeError where both spellings are given, normalized_shape is missing or arguments come
     in TransformerEngine's order; ValueError for fp8_output=True outside of cupynorm.fp8_autocast;
@@ -402,17 +392,6 @@ def _without_dropout(fuse: Fuse) -> Fuse:
         for each in given
         if not (isinstance(each, BoundFunctor) and each.functor.name == "dropout")
     )
-
-
-def _as_recorded(fuse: Fuse, fp8_output: bool, unknown: Mapping[str, Any]) -> Fuse:
-    """fuse, in what torch.fx.symbolic_trace records of a norm that is the root."""
-    if unknown:
-        refuse_keywords("the recorded norm", unknown)
-    if fp8_output:
-        raise NotImplementedError(
-            "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
-        )
-    return fuse
 
 
 def _keeping_y(*arguments: Any) -> Any:

@@ -56,7 +56,6 @@ class Scales:
 
     scale, largest: [num_tensors]. amax_history: [length, num_tensors]; row 0 is this step's, the
     other rows are those of earlier steps from the oldest to the latest.
-    num_steps: since they were made.
     """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> None:
@@ -66,7 +65,7 @@ class Scales:
             self.scale = torch.ones(len(dtypes), dtype=float32, device=device)
             self.amax_history = torch.zeros(length, len(dtypes), dtype=float32, device=device)
             self.largest = torch.tensor(largest, dtype=float32, device=device)
-        self.dtypes, self.num_steps = dtypes, 0
+        self.dtypes = dtypes
 
     def amax(self, at: int) -> Tensor:
         """A view of this step's amax of tensor `at`, one element.
@@ -78,7 +77,6 @@ class Scales:
     def update(self, recipe: DelayedScaling) -> None:
         """Ends a step: computes new scales and shifts the history by one step."""
         history = self.amax_history
-        self.num_steps += 1
         has_callable = callable(recipe.amax_compute_algo)
         has_callable = has_callable or recipe.scaling_factor_compute_algo is not None
         if has_callable or arrays.on_host(history) or not history.is_contiguous():
@@ -97,7 +95,6 @@ class Scales:
     def copied(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> Scales:
         """The same scales for other dtypes, with the latest amaxes of a history of this length."""
         made, latest = Scales(dtypes, length, device), min(length, len(self.amax_history)) - 1
-        made.num_steps = self.num_steps
         made.scale.copy_(self.scale)
         made.amax_history[0] = self.amax_history[0]
         if latest:
@@ -294,31 +291,26 @@ def unpack(packed: Any, *, warns: bool = True) -> dict[str, tuple[Tensor, Tensor
 
 
 def _opened(header: bytes, raw: bytes) -> dict[str, tuple[Tensor, Tensor]]:
+    states = {}
     try:
-        sizes = {name: (length, width) for name, (length, width) in json.loads(header).items()}
-        is_right = all(type(each) is int and each > 0 for size in sizes.values() for each in size)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        numbers = torch.frombuffer(bytearray(raw), dtype=torch.float32)
+        for name, (length, width) in json.loads(header).items():
+            scale, history, numbers = numbers.tensor_split((width, width + length * width))
+            states[name] = scale.clone(), history.clone().reshape(length, width)
+        is_right = bool(states) and all(each.numel() for pair in states.values() for each in pair)
+    except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError):
         is_right = False
-    if not is_right:
+    if not is_right or numbers.numel():
         raise ValueError(
-            f"the fp8 state in a state dict begins with {printable(header)}"
-            "; expected the names of scales and their extents"
+            f"the fp8 state in a state dict has {len(raw)} bytes after {printable(header)}; "
+            "expected scales and histories of the extents that this names"
         )
-    expected = 4 * sum((1 + length) * width for length, width in sizes.values())
-    if not sizes or len(raw) != expected:
-        raise ValueError(
-            f"the fp8 state in a state dict has {len(raw)} bytes of numbers; "
-            f"expected {expected or 'some'}"
-        )
-    numbers, states = torch.frombuffer(bytearray(raw), dtype=torch.float32), {}
-    for name, (length, width) in sizes.items():
-        scale, history, numbers = numbers.tensor_split((width, width + length * width))
+    for scale, _ in states.values():
         if not (scale.isfinite() & (scale > 0)).all():
             raise ValueError(
                 f"the fp8 state in a state dict has the scales {scale.tolist()}; expected finite "
                 "ones above 0"
             )
-        states[name] = scale.clone(), history.clone().reshape(length, width)
     return states
 
 
@@ -471,22 +463,17 @@ def fp8_autocast(
     enabled: False switches an outer region off.
     recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
-    fp8_recipe, fp8_group: TransformerEngine's names of recipe and group. Its calibrating must be
-        False: scales start at 1 and follow in the first steps.
+    fp8_recipe, fp8_group, calibrating: TransformerEngine's names of recipe and group; False.
 
     When the outermost region ends and gradients are recorded, the delayed scales of the layers that
     ran in it are updated for the next step. So are scales of gradients, from the backwards since
     the region before, or inside of this one. Amaxes of all layers are then reduced at once: every
-    rank of the group must enter a region, but need not use the same layers.
+    rank of the group must enter a region, but need not use the same layers. A forward under
+    torch.no_grad() changes no state, nor does a region that an exception leaves.
 
-    A forward under torch.no_grad() changes no state. Nor does a region that an exception leaves.
-
-    Around a checkpoint, and inside of a checkpointed function with DelayedScaling, give the
-    checkpoint context_fn=cupynorm.fp8_checkpoint_contexts.
-
+    Checkpoints around or with DelayedScaling need context_fn=cupynorm.fp8_checkpoint_contexts.
     torch.compile breaks the graph where a region begins, and at each of our layers inside of it.
-    Regions belong to the process: those of several threads are nested in the order in which they
-    began.
+    Regions belong to the process, not to a thread.
 
     Raises TypeError for a recipe or group of another kind, an enabled that is not a bool, or where
     both names of one argument are given; ValueError for calibrating=True.
@@ -574,11 +561,8 @@ def fp8_checkpoint_contexts() -> tuple[
     The second run records no amaxes. Results and gradients are those without a checkpoint, to the
     bit. Also needed with DelayedScaling where fp8_autocast is inside of the checkpointed function.
 
-    Returns two context managers, around the first run and around each later one.
-
-    Raises nothing itself. Without it layers raise NotImplementedError in reentrant checkpoints with
-    fp8_autocast around, and with DelayedScaling where others run them again. With other recipes
-    these run them again in the region that is around backward.
+    Returns two context managers, around the first run and around each later one. Without them
+    layers raise NotImplementedError where they would run again by other scales.
     """
     values: list[Any] = []
     return _Run(values, repeats=False), _Run(values, repeats=True)

@@ -365,11 +365,6 @@ def _obstacle(module: torch.nn.Module) -> str:
     shape = _shape(module)
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"
-    if not _is_known(module) and 1 in shape:
-        return (
-            f"its weight has shape {shape}; expected no dimension of 1, over which nothing says "
-            "whether it normalises"
-        )
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if len({*shapes.values()}) > 1:
         each = ", its ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
@@ -419,7 +414,6 @@ class _Formula(NamedTuple):
         most = _MOST_ROUNDINGS
         if x.dtype == torch.float32:
             most = 4 * (4 + math.sqrt(math.prod(self.shape)))
-        # A bound for weight and 1 + weight alike.
         weight, bias = (parameters.get(name, torch.zeros(())) for name in ("weight", "bias"))
         magnitude = (1 + x_hat.abs()) * (1 + weight.double().abs()) + bias.double().abs()
         near = (y.double() - expected).abs() <= most * torch.finfo(x.dtype).eps / 2 * magnitude
@@ -516,22 +510,19 @@ def _output(
 def _other_result(
     formula: _Formula, module: torch.nn.Module, x: Tensor, parameters: _Parameters
 ) -> str:
-    """Why it is no norm of each row by itself, or of other rows too; "" if it may be one.
-
-    A module may refuse any other input.
-    """
+    """Why it is no norm of each row by itself, or of other rows too; "" if it may be one."""
     if not formula.is_near(_output(module, x, parameters, training=True), x, parameters):
         return "it computes another result in training mode"
-    for other in (x[:1], x[0], x[:, None], x[None, :, None, None]):
-        with contextlib.suppress(Exception):  # any forward may raise anything
-            if not formula.is_near(_output(module, other, parameters), other, parameters):
-                return f"it computes another result for input of shape {tuple(other.shape)}"
     *outer, num_cols = formula.shape
-    for extents in ((2, *outer, 2 * num_cols), (2, *formula.shape, 1, 3 if num_cols == 2 else 2)):
-        with contextlib.suppress(Exception):
-            _output(module, torch.ones(extents), parameters)
-            allowed = ", ".join(map(str, formula.shape))
-            return f"it takes input of shape {extents} too; expected (..., {allowed}) alone"
+    too_wide = (
+        x.new_ones(2, *outer, 2 * num_cols),
+        x.new_ones(2, *formula.shape, 1, 3 if num_cols == 2 else 2),
+    )
+    for other in (x[:1], x[0], x[:, None], x[None, :, None, None], *too_wide):
+        with contextlib.suppress(Exception):  # a forward may raise anything, and refuse a shape
+            y, is_taken = _output(module, other, parameters), other.shape[-1] == num_cols
+            if not (is_taken and formula.is_near(y, other, parameters)):
+                return f"it computes another result for input of shape {tuple(other.shape)}"
     return ""
 
 

@@ -138,7 +138,7 @@ def test_a_reentrant_checkpoint_inside_a_region_is_refused(recipe):
                 by_function(call, x)
         with torch.no_grad():
             assert torch.equal(module(x), module(x))
-    assert not (module._fp8.scales and module._fp8.scales["forward"].num_steps)
+    assert all((each.scale == 1).all() for each in module._fp8.scales.values())
 
 
 def test_a_function_that_calls_more_layers_again_is_refused():
@@ -263,12 +263,8 @@ def test_a_selective_checkpoint_of_a_norm_in_8_bits():
     assert made[0][2].abs().max() > 0 and all(torch.equal(*pair) for pair in zip(*made))
 
 
-@pytest.mark.parametrize("delay", (False, True))
-def test_a_backward_in_two_parts_is_one_step(delay):
-    """As in zero-bubble pipelines: the gradient of the input first, that of the weights later.
-
-    The next forward may come before the second part, which then has the first one's scale.
-    """
+def test_a_backward_in_two_parts_is_one_step():
+    """As in zero-bubble pipelines: the gradient of the input first, that of the weights later."""
     recipe, made = DelayedScaling(amax_history_len=4), []
     for parts in (1, 2):
         module, problem = make()
@@ -281,19 +277,12 @@ def test_a_backward_in_two_parts_is_one_step(delay):
                 found = torch.autograd.grad(y, [x, *weights], dy)
             else:
                 found = torch.autograd.grad(y, x, dy, retain_graph=True)
-                if delay:
-                    with region(recipe):
-                        module(x)
                 found += torch.autograd.grad(y, weights, dy)
-            if parts == 1 and delay:
-                with region(recipe):
-                    module(x)
             made.append(found)
         state = module._fp8.scales["backward"]
         made.append([state.scale, state.amax_history])
     for ones, others in zip(made[:4], made[4:]):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
-    assert (state.amax_history[:, 0] > 0).sum() == 3
 
 
 def test_delayed_gradients_run_hooks_and_refuse_what_they_cannot_reach():

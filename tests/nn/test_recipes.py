@@ -227,7 +227,7 @@ def test_states_are_packed_as_bytes_without_pickle():
         )
     for cut in (packed[:-8], packed[:-3], packed[:40]):
         with pytest.raises(
-            ValueError, match="the fp8 state in a state dict (has [0-9]+ bytes of|begins with)"
+            ValueError, match="the fp8 state in a state dict has [0-9]+ bytes after"
         ):
             scales.unpack(cut)
     assert (
@@ -251,11 +251,11 @@ def header(text: bytes, *numbers: float) -> torch.Tensor:
         (np.zeros(3, np.uint8), "is an ndarray; expected the uint8 tensor"),
         (b"cupynorm fp8 state 1\n", "is a bytes; expected the uint8 tensor"),
         ({"scale": 1}, "is a dict; expected the uint8 tensor"),
-        (header(b"[1, 2]"), "begins with .*; expected the names of scales and their extents"),
-        (header(b"[" * 100_000), ".*; expected the names of scales and their extents"),
-        (header(b'{"y": [1, -1]}'), ".*; expected the names of scales and their extents"),
-        (header(b'{"y": 3}'), ".*; expected the names of scales and their extents"),
-        (header(b"{}"), "has 0 bytes of numbers; expected some"),
+        (header(b"[1, 2]"), ".*; expected scales and histories of"),
+        (header(b"[" * 100_000), ".*; expected scales and histories of"),
+        (header(b'{"y": [1, -1]}'), ".*; expected scales and histories of"),
+        (header(b'{"y": 3}'), ".*; expected scales and histories of"),
+        (header(b"{}"), "has 0 bytes after b?.*; expected scales"),
         (header(b'{"y": [1, 1]}', np.nan, 0), r"has the scales \[nan\]; expected finite"),
         (header(b'{"y": [1, 1]}', 0, 0), r"has the scales \[0.0\]; expected finite ones above 0"),
         (header(b'{"y": [1, 1]}', -np.inf, 0), r"has the scales \[-inf\]; expected finite"),

@@ -214,21 +214,6 @@ def test_symbolic_trace_records_the_calls(device):
     assert torch.equal(traced(x), block(x))
 
 
-@pytest.mark.parametrize("norm_class", [cupynorm.LayerNorm, cupynorm.RMSNorm])
-@pytest.mark.parametrize("training", [False, True])
-def test_symbolic_trace_of_a_norm_itself(training, norm_class):
-    """All arguments of its forward are inputs of the graph."""
-    norm, x = norm_class(16).train(training), random_input(7, 16)
-    traced = torch.fx.symbolic_trace(norm)
-    assert torch.equal(traced(x), norm(x))
-    call = {"residual": x, "return_residual": True, "fuse": cupynorm.functors.dropout(0.5, 3)}
-    assert all(torch.equal(*pair) for pair in zip(traced(x, **call), norm(x, **call), strict=True))
-    with pytest.raises(NotImplementedError, match="fp8_output is True"):
-        traced(x, fp8_output=True)
-    with pytest.raises(TypeError, match="the recorded norm has no dropout_p any more; expected"):
-        traced(x, dropout_p=0.5)
-
-
 def wrapped_norm(x, weight):
     return cupynorm.rms_norm(x, 16, weight)
 
