@@ -10,9 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import make, tensor  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
-    CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
 )
 
 from cupynorm import (  # noqa: E402
@@ -20,7 +18,6 @@ from cupynorm import (  # noqa: E402
     CurrentScaling,
     DelayedScaling,
     LayerNorm,
-    Linear,
     fp8_autocast,
     fp8_checkpoint_contexts,
 )
@@ -205,17 +202,6 @@ def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(between,
         assert all(torch.equal(*pair) for pair in zip(ones, others))
 
 
-@pytest.mark.parametrize("run", (by_hooks, by_function, by_contexts))
-def test_a_checkpoint_outside_of_a_region_after_a_step_inside(run):
-    """It runs again in 16 bits, as its forward did."""
-    module, problem = make()
-    train(module, problem, CurrentScaling(), by_contexts)
-    expected = train(make()[0], problem, None)
-    found = train(module, problem, None, run)
-    for ones, others in zip(found, expected):
-        assert all(torch.equal(*pair) for pair in zip(ones, others))
-
-
 def test_checkpoints_in_a_checkpoint():
     recipe, made = DelayedScaling(amax_history_len=4), []
     for run in (at_once, by_contexts):
@@ -236,31 +222,6 @@ def test_checkpoints_in_a_checkpoint():
             made.append([y, x.grad, *(each.grad for each in module.parameters())])
     for ones, others in zip(made[:3], made[3:]):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
-
-
-def test_a_selective_checkpoint_of_a_norm_in_8_bits():
-    norm, (layer, problem), recipe = LayerNorm(200), make(), CurrentScaling()
-    linear, made = Linear(layer.out_features, 200), []
-
-    def policy(context, operator, *_, **__):
-        saves = "mm" in str(operator)
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def model(x):
-        return linear(layer(norm(x.float(), fp8_output=True).dequantize().to(x.dtype)).float())
-
-    def inside(x):
-        with region(recipe):
-            return model(x)
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    for how in (at_once, partial(checkpoint, use_reentrant=False, context_fn=contexts)):
-        x = tensor(problem.x, grad=True)
-        y = how(inside, x)
-        y.square().sum().backward()
-        made.append((y.detach(), x.grad, norm.weight.grad.clone()))
-        norm.zero_grad()
-    assert made[0][2].abs().max() > 0 and all(torch.equal(*pair) for pair in zip(*made))
 
 
 def test_a_backward_in_two_parts_is_one_step():

@@ -66,19 +66,6 @@ def test_jit_trace_of_fused_options(device):
     assert_few_roundings(traced(x), call(x))
 
 
-LAYERS = ({}, {"parameters_split": ("q", "k")}, {"normalization": "RMSNorm"})
-
-
-@pytest.mark.parametrize("options", LAYERS, ids=str)
-@pytest.mark.parametrize("recorded", [False, True])
-def test_jit_trace_of_a_linear_layer(recorded, options):
-    layer = cupynorm.LayerNormLinear(16, 8, device="cpu", **options)
-    x = random_input(7, 16, seed=1)
-    with torch.set_grad_enabled(recorded):
-        traced = jit_trace(layer, random_input(4, 16))
-        assert_few_roundings([traced(x)], [layer(x)])
-
-
 @pytest.mark.parametrize("options", [{"out_dtype": "float8_e4m3fn"}, {"out": torch.empty(4, 16)}])
 def test_jit_trace_refuses_what_is_no_result_of_torch(options):
     with pytest.raises(NotImplementedError, match="was given to a call that torch traces"):
