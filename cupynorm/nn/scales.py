@@ -37,8 +37,8 @@ from ..gpu.arrays import type_in_words
 from ..norm.quantized import update_scales
 from ..table import printable
 from . import private
-from .modes import is_inside_backward, is_recomputed
-from .recipes import LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
+from .modes import is_inside_backward, is_recomputed, learns_shapes
+from .recipes import E4M3, LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
 
 
 def either(**spellings: object) -> object:
@@ -136,19 +136,6 @@ def updated(
     return torch.where(unused, scale, new), torch.where(unused, history, rolled)
 
 
-def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None:
-    """The scales on the device that torch.nn.Module._apply moves a module to, still float32.
-
-    None on "meta", where no state can be.
-    """
-    device = function(scales.scale).device
-    if device.type == "meta":
-        return None
-    if device == scales.scale.device:
-        return scales
-    return scales.copied(scales.dtypes, len(scales.amax_history), device)
-
-
 def check_is_no_replica(module: torch.nn.Module) -> None:
     """Raises NotImplementedError for a copy that torch.nn.DataParallel makes for one step."""
     if "_is_replica" in module.__dict__:
@@ -185,6 +172,11 @@ def scales_for(
     if not keeps_amaxes:
         dtypes, length = kept.dtypes, len(kept.amax_history)
     return kept if fits and kept.dtypes == dtypes else kept.copied(dtypes, length, device)
+
+
+def keeps_amaxes() -> bool:
+    """Whether the amaxes of a call that runs now are those of a step."""
+    return torch.is_grad_enabled() and not runs_again() and not learns_shapes()
 
 
 # Saving.
@@ -237,6 +229,98 @@ def pack(states: dict[str, Scales]) -> Tensor:
     text = _MAGIC + json.dumps(header).encode() + b"\n"
     text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return Packed.of(torch.cat([text, raw]))
+
+
+class Fp8State:
+    """What a layer keeps for DelayedScaling.
+
+    scales: by names, each of as many tensors as extents says. slot: of the layer: `end_step`.
+    kind: what the layer's twins on other ranks share with it. warns: of foreign states.
+    """
+
+    def __init__(
+        self, kind: str, extents: dict[str, int], kept: dict[str, Scales] | None, *, warns: bool
+    ) -> None:
+        self.scales, self.extents, self.warns = dict(kept or {}), extents, warns
+        self.slot = new_slot(kind)
+
+    def move(self, function: Callable[[Tensor], Tensor]) -> None:
+        """As torch.nn.Module._apply moves a layer. Scales stay float32; there are none on meta."""
+        for name, state in [*self.scales.items()]:
+            device = function(state.scale).device
+            if device.type == "meta":
+                del self.scales[name]
+            elif device != state.scale.device:
+                self.scales[name] = state.copied(state.dtypes, len(state.amax_history), device)
+
+    def load(self, packed: Any) -> None:
+        """Takes what `pack` returned. Raises ValueError for that of another layer."""
+        loaded, kept = unpack(packed, warns=self.warns), self.scales
+        for name, (scale, _) in loaded.items():
+            if len(scale) != self.extents.get(name):
+                expected = " and ".join(f"{each} of {num}" for each, num in self.extents.items())
+                raise ValueError(
+                    f"the fp8 state has {name} of {len(scale)} tensors; expected {expected}"
+                )
+        self.scales = {}
+        for name, (scale, amax_history) in loaded.items():
+            state = kept.get(name) or Scales((E4M3,) * len(scale), len(amax_history), scale.device)
+            state.load(scale, amax_history)
+            self.scales[name] = state
+
+
+class KeepsScales(torch.nn.Module):
+    """A layer with an Fp8State, which its subclass makes in begin_state.
+
+    fp8_state: whether the state dict has its key where there are no scales.
+    """
+
+    fp8_state: bool = True
+    _fp8: Fp8State
+
+    def begin_state(self, kept: dict[str, Scales] | None = None) -> None:
+        """Must run in the constructor. kept: the scales of another copy."""
+        raise NotImplementedError
+
+    def mark_parameters(self) -> None:
+        """Sets the attributes that frameworks read, which new parameters do not have."""
+
+    def get_extra_state(self) -> Tensor:
+        """The scales as bytes, without pickle: a uint8 tensor, empty where there are none."""
+        return pack(self._fp8.scales)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state returned.
+
+        Without a state, the next step is the first. One of TransformerEngine is not opened. Raises
+        TypeError or ValueError for what no module saves.
+        """
+        self._fp8.load(state)
+
+    def _apply(self, function: Callable, recurse: bool = True) -> KeepsScales:
+        super()._apply(function, recurse)
+        self._fp8.move(function)
+        self.mark_parameters()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        complete(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self.mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not (self._fp8.scales or self.fp8_state):  # the state dict is then torch.nn's
+            del destination[f"{prefix}{EXTRA_STATE}"]
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_fp8": self._fp8.scales}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.begin_state(self._fp8)
+        self._fp8.move(lambda tensor: tensor)  # torch.load may have put them on "meta"
+        self.mark_parameters()  # a deep copy of a parameter loses its attributes
 
 
 def complete(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:

@@ -40,7 +40,7 @@ def make(num_steps: int = 1, length: int = 3, seed: int = 0) -> torch.nn.Sequent
 def scales_of(model) -> list:
     """Those of each layer, or None."""
     norm, *layers = model
-    return [norm._fp8_scales, *(each._fp8.scales or None for each in layers)]
+    return [norm._fp8.scales.get("y"), *(each._fp8.scales or None for each in layers)]
 
 
 @contextlib.contextmanager
@@ -202,17 +202,17 @@ def test_parts_in_a_state_dict_share_the_memory_of_the_parameters():
 def test_a_state_dict_of_adapters_leaves_the_scales():
     """It has no parameters of the layers, and is loaded with strict=False."""
     model = make()
-    scales = model[0]._fp8_scales, model[1]._fp8.scales, model[2]._fp8.scales
+    scales = model[0]._fp8.scales["y"], model[1]._fp8.scales, model[2]._fp8.scales
     saved = [model[0].state_dict()["_extra_state"], *(each.get_extra_state() for each in model[1:])]
     found = model.load_state_dict({"3.adapter": torch.ones(1)}, strict=False)
     assert found.unexpected_keys == ["3.adapter"] and "2._extra_state" not in found.missing_keys
     now = [model[0].state_dict()["_extra_state"], *(each.get_extra_state() for each in model[1:])]
     assert all(map(torch.equal, saved, now)) and all(each.numel() for each in now)
-    assert scales[0] is model[0]._fp8_scales
+    assert scales[0] is model[0]._fp8.scales.get("y")
     # One that has a layer's parameters alone removes its scales.
     state = {f"{at}.{name}": p for at in range(3) for name, p in model[at].named_parameters()}
     model.load_state_dict(state, strict=False)
-    assert model[0]._fp8_scales is None and not model[1]._fp8.scales and not model[2]._fp8.scales
+    assert scales_of(model) == [None] * 3
 
 
 def test_scales_without_values_are_none():
@@ -228,7 +228,7 @@ def test_scales_without_values_are_none():
     with FakeTensorMode():
         fake.load_state_dict(torch.load(files[1]), assign=True)
     for each in (of_file, of_state, fake):
-        assert each[0]._fp8_scales is None and not each[1]._fp8.scales and not each[2]._fp8.scales
+        assert not any(scales_of(each))
         assert not each[2].state_dict()["_extra_state"].numel()
     of_file.to_empty(device="cpu").load_state_dict(model.state_dict())
     states = [each.state_dict() for each in (of_file, model)]

@@ -54,11 +54,11 @@ def test_states_of_other_modules():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             module.load_state_dict(plain | {"_extra_state": foreign}, strict=True)
-        assert module._fp8_scales is None
+        assert module._fp8.scales.get("y") is None
     of_linear = scales.pack({"forward": scales.Scales((recipes.E4M3,) * 3, 2, torch.device("cpu"))})
     with pytest.raises(
         ValueError,
-        match="the fp8 state is of forward of 3 tensors; expected that of a norm, y of 1",
+        match="the fp8 state has forward of 3 tensors; expected y of 1",
     ):
         module.load_state_dict(plain | {"_extra_state": of_linear})
 
@@ -73,7 +73,7 @@ def test_training_after_a_first_call_in_inference_mode(kind):
     for length, fp8_format in ((3, Format.HYBRID), (5, Format.E4M3)):
         with fp8_autocast(recipe=DelayedScaling(amax_history_len=length, fp8_format=fp8_format)):
             module(x, **options)
-    scales = module._fp8.scales["forward"] if linear else module._fp8_scales
+    scales = module._fp8.scales["forward"] if linear else module._fp8.scales.get("y")
     assert scales.scale[0] != 1 and len(scales.amax_history) == 5
 
 
@@ -93,14 +93,14 @@ def test_compiled_with_a_graph_break(recipe):
         with fp8_autocast(recipe=recipe):
             assert torch.equal(compiled(module, x), run(twin, x))
     if isinstance(recipe, DelayedScaling):
-        assert_same_scales(module._fp8_scales, twin._fp8_scales)
+        assert_same_scales(module._fp8.scales["y"], twin._fp8.scales["y"])
 
 
 def scales_of(module):
     kept = (
         module._fp8.scales["forward"]
         if isinstance(module, cupynorm.LayerNormLinear)
-        else module._fp8_scales
+        else module._fp8.scales.get("y")
     )
     return kept.scale, kept.amax_history, kept.largest
 
@@ -144,7 +144,7 @@ def test_a_refused_call_changes_no_state(options):
     with fp8_autocast(recipe=DelayedScaling(amax_history_len=4)):
         used(random(5, 200, seed=3), fp8_output=True)
     for module in (new, used):
-        kept = module._fp8_scales
+        kept = module._fp8.scales.get("y")
         state = {name: value.clone() for name, value in module.state_dict().items()}
         fields = {} if kept is None else dict(vars(kept))
         with fp8_autocast(recipe=recipe):
@@ -156,7 +156,7 @@ def test_a_refused_call_changes_no_state(options):
                     call, random(5, 200, grad=True), use_reentrant=False
                 )
             assert not scales.active().used
-        assert module._fp8_scales is kept
+        assert module._fp8.scales.get("y") is kept
         assert all(vars(kept)[name] is value for name, value in fields.items())
         after = module.state_dict()
         assert all(torch.equal(after[name], value) for name, value in state.items())
@@ -169,7 +169,7 @@ def test_a_history_of_another_length_is_loaded_in_inference_mode():
     for each in (short, module):
         with fp8_autocast(recipe=recipe):
             each(random(5, 200), fp8_output=True)
-    assert_same_scales(short._fp8_scales, module._fp8_scales)
+    assert_same_scales(short._fp8.scales["y"], module._fp8.scales["y"])
 
 
 def test_scales_cannot_be_made_in_a_capture(monkeypatch):
@@ -218,7 +218,7 @@ def test_steps_in_a_cuda_graph_are_the_eager_ones(recipe):
             module.weight.grad, twin.weight.grad
         )
         if isinstance(recipe, DelayedScaling):
-            assert_same_scales(module._fp8_scales, twin._fp8_scales)
+            assert_same_scales(module._fp8.scales["y"], twin._fp8.scales["y"])
             np.testing.assert_array_equal(raw(made.transposed), raw(expected.transposed))
     if isinstance(recipe, DelayedScaling):
         with (
