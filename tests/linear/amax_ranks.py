@@ -51,6 +51,15 @@ def amaxes_are_reduced_once_a_step(rank: int) -> None:
 
 
 @check
+def amaxes_of_a_recipe_without_reduction_stay_those_of_the_rank(rank: int) -> None:
+    (layer,), recipe = make_layers(1), DelayedScaling(amax_history_len=3, reduce_amax=False)
+    with fp8_autocast(recipe=recipe):
+        layer((1 + rank) * random(8, 16, seed=rank))
+    one, other = gathered(layer._fp8.scales["forward"].scale.tolist())
+    assert one[0] != other[0] and one[1] == other[1]
+
+
+@check
 def a_rank_that_uses_no_layer_takes_part(rank: int) -> None:
     (layer,), recipe = make_layers(1), DelayedScaling(amax_history_len=3)
     with fp8_autocast(recipe=recipe):

@@ -271,10 +271,3 @@ def test_backward_inside_autocast(options):
             module.backward_dw()
         made.append([x.grad, *(each.grad for each in module.parameters())])
     assert all(torch.equal(*pair) for pair in zip(*made))
-
-
-def test_autocast_does_not_change_float64():
-    problem = draw(dtype="float64")
-    with torch.autocast("cpu", torch.bfloat16):
-        y = call(problem, leaves(problem))
-    assert y.dtype == torch.float64

@@ -162,32 +162,6 @@ def inputs_in_8_bits(case, rank):
 
 
 @for_main
-def a_backward_in_two_parts_is_one_step(case, rank):
-    """The second part, after the next forward, has the scale of the first."""
-    problem, own = problem_of(case), Shares(case, rank)
-    recipe, found = DelayedScaling(amax_history_len=4), []
-    for parts in (1, 2):
-        layer = make_layer(case, problem, own)
-        weights = [*layer.parameters()]
-        for step in range(3):
-            x, dy = inputs(problem, own)
-            with fp8_autocast(recipe=recipe):
-                y = layer(x)
-            dy = (1 + step) * dy
-            of_x = weights if parts == 1 else ()
-            gradients = torch.autograd.grad(y, [x, *of_x], dy, retain_graph=parts == 2)
-            with fp8_autocast(recipe=recipe):
-                layer(x)
-            if parts == 2:
-                gradients += torch.autograd.grad(y, weights, dy)
-            found.append(gradients)
-        state = layer._fp8.scales["backward"]
-        found.append([state.scale, state.amax_history])
-    for ones, others in zip(found[:4], found[4:]):
-        assert all(map(torch.equal, ones, others))
-
-
-@for_main
 def the_gradient_of_normalized_in_8_bits(case, rank):
     """fp8_grad: dx is that of rounded values. A rank has a scale of its own for its part."""
     problem, own = problem_of(case), Shares(case, rank)
