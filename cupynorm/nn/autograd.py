@@ -220,15 +220,22 @@ class Repeated:
         return self._run(operands, tensors, addresses)
 
 
-def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
-    """Keeps a call that kernels compute as the last one of its kind, unless a tensor is copied or
-    not aligned to 16 bytes."""
+def repeated_of(prepared: Any, operands: tuple) -> Repeated | None:
+    """What repeats a call that kernels compute. None: a tensor is copied, or not aligned to 16
+    bytes, or more is done than to launch."""
     launches = prepared if isinstance(prepared, Prepared) else getattr(prepared, "on_gpu", None)
-    if kind is None or launches is None or not launches.is_simple():
-        return
+    if launches is None or not launches.is_simple():
+        return None
     tensors = launches.read(operands)
-    if all(each is not None and not each.data_ptr() & 15 for each in tensors):
-        keep(calls, kind, Repeated(prepared, launches, operands))
+    if any(each is None or each.data_ptr() & 15 for each in tensors):
+        return None
+    return Repeated(prepared, launches, operands)
+
+
+def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
+    """Keeps a call as the last one of its kind, if it can be repeated."""
+    if kind is not None and (found := repeated_of(prepared, operands)) is not None:
+        keep(calls, kind, found)
 
 
 # Eager.
