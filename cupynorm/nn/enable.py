@@ -219,12 +219,6 @@ class Enabled:
     """Which calls of torch's norms ran on our kernels, and which were left to torch. Prints as a
     table.
 
-    Examples:
-        >>> with cupynorm.enabled() as calls:
-        ...     y = torch.nn.LayerNorm(4)(torch.randn(2, 4))  # on the CPU torch computes it
-        >>> calls.served, calls.left
-        ({}, {})
-
     served: calls by operator. left: calls by operator and reason. Both count since the kernels were
     put in place, in the whole process. Replays of CUDA graphs and compiled calls do not count.
     """
@@ -238,25 +232,28 @@ class Enabled:
         return dict(_left)
 
     def __str__(self) -> str:
-        return "\n".join([as_text(self._rows()), self._summary()])
+        rows = self._rows()
+        return "\n".join([as_text(rows), self._summary()] if rows else [self._summary()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return as_html(self._rows()) + self._summary()
+        rows = self._rows()
+        return (as_html(rows) if rows else "") + self._summary()
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        rows = [("norm", "calls", "computed by")]
-        rows += [(name, f"{count:,}", "cupynorm") for name, count in self.served.items()]
+        rows = [(name, f"{count:,}", "cupynorm") for name, count in self.served.items()]
         rows += [(name, f"{count:,}", f"torch: {why}") for (name, why), count in self.left.items()]
-        return rows
+        return [("norm", "calls", "computed by"), *rows] if rows else []
 
     def _summary(self) -> str:
         if not torch.cuda.device_count():
             return "no GPU: torch computes every norm"
         if not _library:
             return "disabled: torch computes every norm"
-        return f"{_served.total():,} calls served, {_left.total():,} left to torch"
+        if not (_served or _left):
+            return "cupynorm computes torch's norms of CUDA tensors; no call yet"
+        return f"{_served.total():,} calls by cupynorm, {_left.total():,} left to torch"
 
 
 _OPERATORS = {
@@ -317,14 +314,16 @@ def enable() -> Enabled:
     """Runs torch's own layer_norm and rms_norm on our kernels, for CUDA tensors in eager mode.
 
     Examples:
-        >>> print(cupynorm.enable())  # doctest: +SKIP
-        norm  calls  computed by
-        0 calls served, 0 left to torch
+        >>> calls = cupynorm.enable()
+        >>> y = torch.nn.LayerNorm(4)(torch.randn(2, 4))  # on the CPU torch computes it
+        >>> calls.served, calls.left
+        ({}, {})
         >>> cupynorm.disable()
 
-    It holds for the whole process, all threads and models, their gradients included, until
-    disable(). A second call changes nothing and returns the same counts. torch.compile and
-    torch.export see torch's norms as before. Without a GPU it serves nothing.
+    It holds for the whole process, all its threads and models, until disable(). Gradients, DTensor
+    and checkpoints keep working as they are. torch.compile and torch.export see torch's norms as
+    before. A second call changes nothing and returns the same counts. Without a GPU torch computes
+    every norm, as before.
 
     Returns Enabled: which calls were served, and which were left to torch, with the reason.
 
@@ -342,7 +341,12 @@ def enable() -> Enabled:
 
 
 def disable() -> None:
-    """Gives torch's norms back to torch. Blocks of enabled() that are open stay until their end."""
+    """Gives torch's norms back to torch. Blocks of enabled() that are open stay until their end.
+
+    Examples:
+        >>> cupynorm.disable() is None  # also where nothing is enabled
+        True
+    """
     global _is_on
     with _lock:
         _is_on = False
@@ -354,8 +358,10 @@ def enabled() -> Iterator[Enabled]:
     """enable() for a with block. It may be nested, and holds for all threads meanwhile.
 
     Examples:
-        >>> with cupynorm.enabled():
+        >>> with cupynorm.enabled() as calls:
         ...     y = torch.nn.RMSNorm(4)(torch.randn(2, 4))
+        >>> calls.left
+        {}
     """
     global _num_blocks
     with _lock:
