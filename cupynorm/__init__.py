@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.layer_norm_linear import layer_norm_linear as layer_norm_linear
     from .linear.layer_norm_linear import rms_norm_linear as rms_norm_linear
     from .linear.layers import Linear as Linear
+    from .nn.enable import disable as disable
+    from .nn.enable import enable as enable
+    from .nn.enable import enabled as enabled
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
     from .nn.scales import fp8_autocast as fp8_autocast
@@ -72,6 +75,7 @@ _WITHOUT_TORCH = {
     "gpu.nvrtc": "MissingLibraryError",
 }
 _WITH_TORCH = {
+    "nn.enable": "enable disable enabled",
     "nn.modules": "LayerNorm RMSNorm",
     "nn.swap": "swap_norms SwappedNorms",
     "nn.scales": "fp8_autocast fp8_checkpoint_contexts",

@@ -116,6 +116,7 @@ def test_public_names_are_the_ones_that_resolve():
     need_torch = {"LayerNorm", "RMSNorm", "swap_norms", "SwappedNorms", "LayerNormLinear"}
     need_torch |= {"Linear", "layer_norm_linear", "rms_norm_linear", "recipes"}
     need_torch |= {"fp8_autocast", "fp8_checkpoint_contexts"}
+    need_torch |= {"enable", "disable", "enabled"}
     assert set(dir(cupynorm)) - set(cupynorm.__all__) == need_torch
     assert len(set(cupynorm.__all__)) == len(cupynorm.__all__)
     with pytest.raises(AttributeError, match="module 'cupynorm' has no attribute 'layernorm'"):

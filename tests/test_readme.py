@@ -187,12 +187,15 @@ def test_the_cells_that_others_win_are_those_that_the_readme_counts():
 PASTED = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("pasted", PASTED, ids=["swap", "check", "plan"])
-def test_its_blocks_print_what_they_show(pasted, capsys):
+@pytest.mark.parametrize("pasted", PASTED, ids=["enable", "check", "plan"])
+def test_its_blocks_print_what_they_show(pasted, capsys, monkeypatch):
     """The comments at the end of a block are what it prints, perhaps over several lines."""
     if "torch" in pasted:
-        pytest.importorskip("torch")
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     exec(pasted, {})
+    if "enable" in pasted:
+        cupynorm.disable()
     printed = capsys.readouterr().out
     shown = re.findall(r"^# (.*)$", pasted, re.MULTILINE)
     assert shown and " ".join(printed.split()) == " ".join(" ".join(shown).split())

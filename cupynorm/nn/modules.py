@@ -246,9 +246,9 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     of input's shape and dtype, or (y, input + residual) with return_residual=True. Under CUDA's
     autocast y is float32. fuse is as for cupynorm.layer_norm; functors named dropout apply only in
     training mode.
-    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.types.QuantizedTensor by the recipe,
-        with its transposed copy where gradients are recorded and y has one scale. Its dequantize()
-        is differentiable.
+    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.types.QuantizedTensor by the
+        recipe, with its transposed copy where gradients are recorded and y has one scale. Its
+        dequantize() is differentiable.
 
     State dicts can be exchanged with torch.nn. A module with a scale of DelayedScaling saves it as
     `_extra_state`, bytes without pickle. Loading a state dict without it removes the scale.

@@ -100,8 +100,8 @@ class LayerNormLinear(LinearLayer):
         Megatron to.
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
-    or with a cupynorm.types.QuantizedTensor, it returns out (..., out_features), or a tuple of out, the
-    bias (empty without one) and the normalised tensor, those that were requested.
+    or with a cupynorm.types.QuantizedTensor, it returns out (..., out_features), or a tuple of out,
+    the bias (empty without one) and the normalised tensor, those that were requested.
     is_first_microbatch: True for the first of several forwards with the same parameters, False for
         the others: the weight is then quantised once. None: each time.
 
