@@ -25,12 +25,13 @@ from repository_files import (
 )
 
 # From the bottom up: a module imports from its own folder or from those before it.
-HOUSE = ("dtypes", "command_line", "table", "dispatch", "gpu", "norm", "plans", "functors", "nn")
-HOUSE += ("linear", "parallel", "functional", "verify", "bench", "explore", "__main__")
+HOUSE = ("dtypes", "command_line", "table", "dispatch", "gpu", "norm", "plans", "functors")
+HOUSE += ("recipes", "nn", "linear", "parallel", "functional", "verify", "bench", "explore")
+HOUSE += ("types", "__main__")
 BELOW_ALL = {"reference", "data", "__version__", ""}
 # torch.fx records a module's call as one of cupynorm.layer_norm, so the module must call that.
 UPWARD = {"nn/modules imports cupynorm.functional"}
-TORCH = {"nn", "linear", "parallel", "bench"}  # import torch at module level
+TORCH = {"recipes", "nn", "linear", "parallel", "bench"}  # import torch at module level
 
 
 def folder_of(name: str) -> str:
@@ -179,7 +180,7 @@ LIMITS = {
     "README.md": 130,
 }
 # What is above its limit may shrink, and may not grow.
-ABOVE = {"cupynorm": 24_500, "tests": 34_100, "programs of notebooks": 1_720}
+ABOVE = {"cupynorm": 24_500, "tests": 34_100, "programs of notebooks": 1_650}
 
 
 def lines_of(paths) -> int:
@@ -262,7 +263,7 @@ def test_functions_have_at_most_six_positional_arguments():
         for function, count in positional_parameters(path).items()
         if count > 6
     }
-    allowed = re.compile(r"bench/|(linear|parallel)/\w+\.__init__$|nn/by_torch\.")
+    allowed = re.compile(r"bench/|(linear|parallel)/\w+\.__init__$|nn/(by_torch|enable)\.")
     assert not [each for each in found if not allowed.match(each)]
 
 

@@ -273,9 +273,9 @@ def functor(
     torch: the same of torch tensors, with y of shape [..., num_cols], for torch.compile,
         torch.export, transforms and second derivatives.
 
-    Returns a cupynorm.Functor. Raises ValueError for names that do not fit, TypeError for lines of
-    another type, and cupynorm.FunctorError, a ValueError, for lines about both x and y, or neither.
-    Lines that do not compile raise it at the call that uses them.
+    Returns a cupynorm.types.Functor. Raises ValueError for names that do not fit, TypeError for
+    lines of another type, and cupynorm.FunctorError, a ValueError, for lines about both x and y, or
+    neither. Lines that do not compile raise it at the call that uses them.
     """
     kinds = {"arrays": arrays, "numbers": numbers, "seeds": seeds, "per_row": per_row}
     for kind, names in kinds.items():

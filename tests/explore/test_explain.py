@@ -27,7 +27,7 @@ PROBLEMS = {
 }
 
 
-def explain(**options) -> cupynorm.Explanation:
+def explain(**options) -> cupynorm.types.Explanation:
     return cupynorm.explain(**{"device": "H200", **options})
 
 
