@@ -51,7 +51,7 @@ _served: Counter[str] = Counter()
 _left: Counter[tuple[str, str]] = Counter()
 
 
-# Kernels. Each takes the arguments of aten's operator; former: the kernel that stood there before.
+# Kernels, named as aten's operators and with their arguments. former: what stood there before.
 
 
 def _again(key: tuple, operands: tuple) -> Any:
@@ -67,15 +67,15 @@ def _again(key: tuple, operands: tuple) -> Any:
     return None
 
 
-def _first(key: tuple, operands: tuple, prepare: Callable[[], tuple]) -> Any:
+def _first(key: tuple, operands: tuple, prepare: Callable[..., tuple], *given: Any) -> Any:
     """Prepares a call and runs it. None: our checks refuse it.
 
-    operands: as _again takes them. prepare: returns a prepared call, and its own operands.
+    key, operands: as _again takes them. prepare(*given): a prepared call, and its own operands.
     """
     try:
         if not operands[0].numel():
             raise ValueError("no elements")
-        prepared, checked = prepare()
+        prepared, checked = prepare(*given)
     except (TypeError, ValueError, RuntimeError) as error:
         _leave(key[0], error)
         return None
@@ -115,66 +115,58 @@ def _prepare_backward(
     return prepare_backward(BackwardRequest(BackwardOperands(dy, x, mean, rstd, weight), options))
 
 
-def _native_layer_norm(former: _Kernel) -> _Kernel:
-    def native_layer_norm(x, extents, weight, bias, eps):
+def native_layer_norm(former: _Kernel) -> _Kernel:
+    def ours(x, extents, weight, bias, eps):
         operands = x, weight, bias
         key = "layer_norm", x.numel(), eps, weight is None, bias is None, *extents
-        made = _again(key, operands)
-        if made is None:
-            prepare = partial(_prepare_forward, True, extents, eps, operands, FOR_ATEN)
-            made = _first(key, operands, prepare)
+        prepare = _prepare_forward, True, extents, eps, operands, FOR_ATEN
+        made = _again(key, operands) or _first(key, operands, *prepare)
         return former(x, extents, weight, bias, eps) if made is None else made
 
-    return native_layer_norm
+    return ours
 
 
-def _fused_rms_norm(former: _Kernel) -> _Kernel:
-    def fused_rms_norm(x, extents, weight, eps):
-        operands = x, weight
-        key = "rms_norm, recorded", x.numel(), eps, weight is None, *extents
-        made = _again(key, operands)
-        if made is None:
-            prepare = partial(_prepare_forward, False, extents, eps, operands, FOR_ATEN)
-            made = _first(key, operands, prepare)
-        return former(x, extents, weight, eps) if made is None else made
-
-    return fused_rms_norm
-
-
-def _native_layer_norm_backward(former: _Kernel) -> _Kernel:
-    def native_layer_norm_backward(dy, x, extents, mean, rstd, weight, bias, output_mask):
+def native_layer_norm_backward(former: _Kernel) -> _Kernel:
+    def ours(dy, x, extents, mean, rstd, weight, bias, output_mask):
         operands = dy, x, mean, rstd, weight
         dtype = None if bias is None else bias.dtype
         key = "layer_norm backward", x.numel(), dtype, weight is None, *output_mask, *extents
-        made = _again(key, operands)
-        if made is None:
-            prepare = partial(_prepare_backward, True, extents, output_mask, operands, bias)
-            made = _first(key, operands, prepare)
+        prepare = _prepare_backward, True, extents, output_mask, operands, bias
+        made = _again(key, operands) or _first(key, operands, *prepare)
         if made is None:
             return former(dy, x, extents, mean, rstd, weight, bias, output_mask)
         return made[:3]
 
-    return native_layer_norm_backward
+    return ours
+
+
+def _fused_rms_norm(former: _Kernel) -> _Kernel:
+    def ours(x, extents, weight, eps):
+        operands = x, weight
+        key = "rms_norm, recorded", x.numel(), eps, weight is None, *extents
+        prepare = _prepare_forward, False, extents, eps, operands, FOR_ATEN
+        made = _again(key, operands) or _first(key, operands, *prepare)
+        return former(x, extents, weight, eps) if made is None else made
+
+    return ours
 
 
 def _fused_rms_norm_backward(former: _Kernel) -> _Kernel:
-    def fused_rms_norm_backward(dy, x, extents, rstd, weight, output_mask):
+    def ours(dy, x, extents, rstd, weight, output_mask):
         operands = dy, x, None, rstd, weight
         key = "rms_norm backward", x.numel(), weight is None, *output_mask, *extents
-        made = _again(key, operands)
-        if made is None:
-            prepare = partial(_prepare_backward, False, extents, output_mask, operands, None)
-            made = _first(key, operands, prepare)
+        prepare = _prepare_backward, False, extents, output_mask, operands, None
+        made = _again(key, operands) or _first(key, operands, *prepare)
         return former(dy, x, extents, rstd, weight, output_mask) if made is None else made[:2]
 
-    return fused_rms_norm_backward
+    return ours
 
 
-def _rms_norm(former: _Kernel) -> _Kernel:
+def rms_norm(former: _Kernel) -> _Kernel:
     """aten::rms_norm, above autograd: weights of another dtype than x, for which torch runs eight
     operations, and calls without gradients, which need no statistics."""
 
-    def rms_norm(x, extents, weight=None, eps=None):
+    def ours(x, extents, weight=None, eps=None):
         if (
             x.__class__ not in PLAIN
             or weight.__class__ not in PLAIN
@@ -183,20 +175,18 @@ def _rms_norm(former: _Kernel) -> _Kernel:
             or is_forward_mode()
         ):
             return former(x, extents, weight, eps)
-        operands, made = (x, weight), None
         if not (_is_grad_enabled() and wants_gradient(x, weight)):
+            operands = x, weight
             key = "rms_norm", x.numel(), eps, weight is None, *extents
-            made = _again(key, operands)
-            if made is None:
-                prepare = partial(_prepare_forward, False, extents, eps, operands, FOR_Y)
-                made = _first(key, operands, prepare)
+            prepare = _prepare_forward, False, extents, eps, operands, FOR_Y
+            made = _again(key, operands) or _first(key, operands, *prepare)
         elif weight is None or weight.dtype == x.dtype:
-            return private.fused_rms_norm(x, extents, weight, eps)[0]
+            made = private.fused_rms_norm(x, extents, weight, eps)
         else:
             made = _recorded_of_two_dtypes(x, weight, extents, eps)
         return former(x, extents, weight, eps) if made is None else made[0]
 
-    return rms_norm
+    return ours
 
 
 def _recorded_of_two_dtypes(
@@ -256,54 +246,54 @@ class Enabled:
         return f"{_served.total():,} calls by cupynorm, {_left.total():,} left to torch"
 
 
-_OPERATORS = {
-    "native_layer_norm": _native_layer_norm,
-    "native_layer_norm_backward": _native_layer_norm_backward,
-    "_fused_rms_norm": _fused_rms_norm,
-    "_fused_rms_norm_backward": _fused_rms_norm_backward,
-}
-
 _lock = threading.RLock()
 _is_on = False  # by enable()
 _num_blocks = 0  # of enabled() that are open
 _library: torch.library.Library | None = None  # while the overrides are in place
 
 
-def _update() -> None:
-    """Puts the overrides in place or takes them away, as the two variables above say."""
-    global _library
-    if not (_is_on or _num_blocks):
+def _switch(is_on: bool, num_blocks: int) -> Enabled:
+    """Puts the overrides in place or takes them away. The caller holds the lock."""
+    global _is_on, _num_blocks, _library
+    if not (is_on or num_blocks):
         if _library is not None:
             _library._destroy()
-            _library = None
-        return
-    if _library is not None:
-        return
-    if not hasattr(torch.library, "get_kernel"):
+        _library = None
+    elif _library is None:
+        _library = _overrides()
+    _is_on, _num_blocks = is_on, num_blocks
+    return Enabled()
+
+
+def _overrides() -> torch.library.Library | None:
+    """The library that holds them; None where torch has no tensors that they could serve."""
+    if private.fused_rms_norm is None or not hasattr(torch.library, "get_kernel"):
         raise nvrtc.MissingLibraryError(
             f"torch {torch.__version__} is installed; enable() needs 2.9 or later: "
             "pip install -U torch"
         )
     _served.clear()
     _left.clear()
-    if DEVICE == "CUDA":
-        if not torch.backends.cuda.is_built():
-            return  # there is no tensor to serve
-        if torch.cuda.device_count():
-            nvrtc.cupy()  # raises the sentence that says what to install
+    if DEVICE == "CUDA" and not torch.backends.cuda.is_built():
+        return None
+    if DEVICE == "CUDA" and torch.cuda.device_count():
+        nvrtc.cupy()  # raises the sentence that says what to install
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, of_former in _OPERATORS.items():
-            _override(library, name, DEVICE, of_former)
+        for of_former in (native_layer_norm, native_layer_norm_backward):
+            _override(library, of_former, DEVICE)
+        for of_former in (_fused_rms_norm, _fused_rms_norm_backward):
+            _override(library, of_former, DEVICE)
         for key in (f"Autograd{DEVICE}", DEVICE):  # the second in inference mode
-            _override(library, "rms_norm", key, _rms_norm)
-    _library = library
+            _override(library, rms_norm, key)
+    return library
 
 
 def _override(
-    library: torch.library.Library, name: str, key: str, of_former: Callable[[_Kernel], _Kernel]
+    library: torch.library.Library, of_former: Callable[[_Kernel], _Kernel], key: str
 ) -> None:
+    name = of_former.__name__
     former = torch.library.get_kernel(f"aten::{name}", key)  # before ours: no recursion
     ours = of_former(partial(former.call_boxed, private.dispatch_keys(key, DEVICE)))
     private.run_as_it_is(ours)
@@ -329,15 +319,8 @@ def enable() -> Enabled:
 
     Raises MissingLibraryError for torch before 2.9, and with a GPU without CuPy.
     """
-    global _is_on
     with _lock:
-        _is_on = True
-        try:
-            _update()
-        except BaseException:
-            _is_on = False
-            raise
-    return Enabled()
+        return _switch(True, _num_blocks)
 
 
 def disable() -> None:
@@ -347,10 +330,8 @@ def disable() -> None:
         >>> cupynorm.disable() is None  # also where nothing is enabled
         True
     """
-    global _is_on
     with _lock:
-        _is_on = False
-        _update()
+        _switch(False, _num_blocks)
 
 
 @contextmanager
@@ -363,14 +344,10 @@ def enabled() -> Iterator[Enabled]:
         >>> calls.left
         {}
     """
-    global _num_blocks
     with _lock:
-        _num_blocks += 1
+        calls = _switch(_is_on, _num_blocks + 1)
     try:
-        with _lock:
-            _update()
-        yield Enabled()
+        yield calls
     finally:
         with _lock:
-            _num_blocks -= 1
-            _update()
+            _switch(_is_on, _num_blocks - 1)
