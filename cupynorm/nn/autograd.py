@@ -85,8 +85,6 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
     out_dtype or out is given.
     """
     operands, options = original = request
-    if by_torch.is_any_nested(operands.input, operands.residual):
-        return by_torch.normalize_nested(request, normalize)
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if getattr(operands.input, "is_cuda", False):
             options = replaced(options, out_dtype=arithmetic(operands.input))

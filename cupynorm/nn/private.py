@@ -60,8 +60,6 @@ current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # What autograd does with a node, which only C++ can ask publicly.
 
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward
-# Whether the backward that runs may run again.
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 will_execute = torch._C._will_engine_execute_node
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -110,11 +108,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def is_flattened(parameter: torch.Tensor) -> bool:
     """Whether FullyShardedDataParallel has put it into a flat parameter."""
     return getattr(parameter, "_fsdp_flattened", False)
-
-
-def ragged_dim(nested: torch.Tensor) -> int:
-    """The dimension of a jagged tensor in which its sequences differ."""
-    return nested._ragged_idx
 
 
 def reduced_parameters() -> list[torch.Tensor]:
