@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..gpu import nvrtc
 from ..norm.calls import FOR_ATEN, FOR_Y, prepare_backward, prepare_forward
-from ..norm.prepared import keep, repeated
+from ..norm.prepared import Prepared, keep, of_aten
 from ..norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -35,9 +35,9 @@ from ..norm.request import (
 )
 from ..table import as_html, as_text, printable
 from . import private
-from .autograd import names_of, normalize, repeated_of
+from .autograd import is_repeatable, names_of, normalize
 from .modes import PLAIN, has_functorch_transforms, num_dispatch_modes, wants_gradient
-from .private import is_forward_mode
+from .private import TensorGuards, is_forward_mode
 
 DEVICE = "CUDA"  # tests set "CPU"
 _MOST_ALIKE = 8  # calls of one key whose tensors differ
@@ -46,43 +46,144 @@ _MOST_REASONS = 20
 _Kernel = Callable[..., Any]
 _is_grad_enabled = torch.is_grad_enabled
 
-# Calls by operator, and by operator and reason, since the overrides were put in place.
-_served: Counter[str] = Counter()
+# Since the overrides were put in place: calls by norm, in a list because a call adds to it, and
+# those left by norm and reason.
+_served: dict[str, list[int]] = {}
 _left: Counter[tuple[str, str]] = Counter()
 
 
-# Kernels, named as aten's operators and with their arguments. former: what stood there before.
+# Calls like one before. Every line runs in each of them, in backward on a thread that is cold.
 
 
-def _again(key: tuple, operands: tuple) -> Any:
-    """What a call like one before returns; None for the first of its kind.
+def _launching(launches: Prepared, order: tuple[str, ...]) -> Callable[..., None]:
+    """A function that launches a prepared call. It takes addresses of these tensors, 0 if absent."""
+    arguments = launches.call.arguments_of(order)
+    constants, sums, stream = arguments.constants, arguments.sums, launches.library.stream
+    steps = [(each.enqueue, pick) for (each, _), pick in zip(launches.steps, arguments.picks)]
 
-    key: the operator, and all that counts beside the layouts of the tensors that are there.
-    """
-    for known in repeated.get(key, ()):
-        made = known.run(operands)
-        if made is not None:
-            _served[key[0]] += 1
-            return made
-    return None
+    def launch(*addresses: int) -> None:
+        words = addresses + constants
+        if sums:
+            words += tuple([addresses[at] + offset for at, offset in sums])
+        current = stream()
+        for enqueue, pick in steps:
+            enqueue(current, pick(words))
+
+    return launch
 
 
-def _first(key: tuple, operands: tuple, prepare: Callable[..., tuple], *given: Any) -> Any:
-    """Prepares a call and runs it. None: our checks refuse it.
+def _guards(launches: Prepared, operands: tuple) -> Callable[..., bool]:
+    """Whether tensors have the layouts of these, and None where these are None."""
+    read = launches.read
+    check = TensorGuards(*read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    if not any(each is None for each in operands):
+        return check
+    return lambda *given: check(*read(given))  # what is None is in the key of the call
 
-    key, operands: as _again takes them. prepare(*given): a prepared call, and its own operands.
+
+def _forward_again(launches: Prepared, operands: tuple, given: tuple, count: list[int]) -> _Kernel:
+    """given: what else counts. The function returns None where that or a layout differs."""
+    are_same, index = _guards(launches, operands), launches.device_index
+    order = "x", "weight", "bias", "y", "mean", "rstd"
+    new_y, new_mean, new_rstd = map(launches.new.get, order[3:])
+    launch, exchange_device = _launching(launches, order), launches.library.exchange_device
+
+    def again(x, weight, bias, *rest):
+        if rest != given or not are_same(x, weight, bias):
+            return None
+        of_x = x.data_ptr()
+        of_weight = 0 if weight is None else weight.data_ptr()
+        of_bias = 0 if bias is None else bias.data_ptr()
+        if (of_x | of_weight | of_bias) & 15:
+            return None
+        former = exchange_device(index)
+        try:
+            y = new_y()
+            if new_mean is None:
+                if new_rstd is None:
+                    made = (y,)
+                    launch(of_x, of_weight, of_bias, y.data_ptr(), 0, 0)
+                else:
+                    made = y, rstd = y, new_rstd()
+                    launch(of_x, of_weight, of_bias, y.data_ptr(), 0, rstd.data_ptr())
+            else:
+                made = y, mean, rstd = y, new_mean(), new_rstd()
+                launch(of_x, of_weight, of_bias, y.data_ptr(), mean.data_ptr(), rstd.data_ptr())
+        finally:
+            if former != index:
+                exchange_device(former)
+        count[0] += 1
+        return made
+
+    return again
+
+
+def _backward_again(launches: Prepared, operands: tuple, given: tuple, count: list[int]) -> _Kernel:
+    """As _forward_again."""
+    are_same, index = _guards(launches, operands), launches.device_index
+    order = "dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias", "partials"
+    new_dx, new_dweight, new_dbias, new_partials = map(launches.new.get, order[5:])
+    launch, exchange_device = _launching(launches, order), launches.library.exchange_device
+
+    def again(dy, x, mean, rstd, weight, *rest):
+        if rest != given or not are_same(dy, x, mean, rstd, weight):
+            return None
+        of_dy, of_x, of_rstd = dy.data_ptr(), x.data_ptr(), rstd.data_ptr()
+        of_mean = 0 if mean is None else mean.data_ptr()
+        of_weight = 0 if weight is None else weight.data_ptr()
+        if (of_dy | of_x | of_rstd | of_mean | of_weight) & 15:
+            return None
+        former = exchange_device(index)
+        dx = dweight = dbias = None
+        of_dx = of_dweight = of_dbias = of_partials = 0
+        try:
+            if new_dx is not None:
+                of_dx = (dx := new_dx()).data_ptr()
+            if new_dweight is not None:
+                of_dweight = (dweight := new_dweight()).data_ptr()
+            if new_dbias is not None:
+                of_dbias = (dbias := new_dbias()).data_ptr()
+            if new_partials is not None:
+                of_partials = (partials := new_partials()).data_ptr()  # noqa: F841  (kept alive)
+            launch(
+                *(of_dy, of_x, of_mean, of_rstd, of_weight),
+                *(of_dx, of_dweight, of_dbias, of_partials),
+            )
+        finally:
+            if former != index:
+                exchange_device(former)
+        count[0] += 1
+        return dx, dweight, dbias
+
+    return again
+
+
+def _first(
+    name: str,
+    key: tuple,
+    operands: tuple,
+    given: tuple,
+    prepare: Callable[..., tuple],
+    again: Callable[..., _Kernel],
+) -> Any:
+    """Prepares a call, runs it and keeps what repeats it by its key. None: our checks refuse it.
+
+    prepare(operands, *given): a prepared call, and its own operands.
     """
     try:
         if not operands[0].numel():
             raise ValueError("no elements")
-        prepared, checked = prepare(*given)
+        prepared, checked = prepare(operands, *given)
     except (TypeError, ValueError, RuntimeError) as error:
-        _leave(key[0], error)
+        _leave(name, error)
         return None
-    found = repeated_of(prepared, operands)
-    if found is not None:
-        keep(repeated, key, (found, *repeated.get(key, ())[: _MOST_ALIKE - 1]))
-    _served[key[0]] += 1
+    count = _served.setdefault(name, [0])
+    count[0] += 1
+    launches = prepared if isinstance(prepared, Prepared) else prepared.on_gpu
+    if is_repeatable(launches, operands):
+        calls = of_aten[name]
+        found = again(launches, operands, given, count)
+        keep(calls, key, (found, *calls.get(key, ())[: _MOST_ALIKE - 1]))
     return prepared.run(checked)
 
 
@@ -95,44 +196,58 @@ def _leave(name: str, error: Exception) -> None:
 
 
 def _prepare_forward(
-    centered: bool, extents: list[int], eps: float | None, operands: tuple, purpose: str
+    purpose: str, centered: bool, operands: tuple, eps: float | None, extents: list[int]
 ) -> tuple:
     options = ForwardOptions(centered, tuple(extents), eps)
     return prepare_forward(ForwardRequest(ForwardOperands(*operands), options), purpose)
 
 
 def _prepare_backward(
-    centered: bool, extents: list[int], output_mask: list[bool], operands: tuple, like_bias: Any
+    operands: tuple, extents: list[int], output_mask: list[bool], dbias_dtype: torch.dtype | None
 ) -> tuple:
-    """operands: the first of BackwardOperands, whose statistics have the rank of x."""
     dy, x, *statistics, weight = operands
     leading = x.shape[: x.ndim - len(extents)]
     # Views, so the addresses of a repeated call stay those of the operands.
     mean, rstd = (each if each is None else each.view(leading) for each in statistics)
     wanted = names_of(("dx", "dweight", "dbias"), output_mask)
-    dtype = None if like_bias is None else like_bias.dtype
-    options = BackwardOptions(centered, tuple(extents), gradients=wanted, dbias_dtype=dtype)
+    options = BackwardOptions(
+        mean is not None, tuple(extents), gradients=wanted, dbias_dtype=dbias_dtype
+    )
     return prepare_backward(BackwardRequest(BackwardOperands(dy, x, mean, rstd, weight), options))
 
 
+# Kernels, named as aten's operators and with their arguments. former: what stood there before.
+
+
 def native_layer_norm(former: _Kernel) -> _Kernel:
+    calls = of_aten.setdefault("layer_norm", {})
+    prepare = partial(_prepare_forward, FOR_ATEN, True)
+
     def ours(x, extents, weight, bias, eps):
-        operands = x, weight, bias
-        key = "layer_norm", x.numel(), eps, weight is None, bias is None, *extents
-        prepare = _prepare_forward, True, extents, eps, operands, FOR_ATEN
-        made = _again(key, operands) or _first(key, operands, *prepare)
+        key = x.numel(), weight is None, bias is None
+        for again in calls.get(key, ()):
+            if (made := again(x, weight, bias, eps, extents)) is not None:
+                return made
+        operands, given = (x, weight, bias), (eps, extents)
+        made = _first("layer_norm", key, operands, given, prepare, _forward_again)
         return former(x, extents, weight, bias, eps) if made is None else made
 
     return ours
 
 
 def native_layer_norm_backward(former: _Kernel) -> _Kernel:
+    name = "layer_norm backward"
+    calls = of_aten.setdefault(name, {})
+
     def ours(dy, x, extents, mean, rstd, weight, bias, output_mask):
-        operands = dy, x, mean, rstd, weight
         dtype = None if bias is None else bias.dtype
-        key = "layer_norm backward", x.numel(), dtype, weight is None, *output_mask, *extents
-        prepare = _prepare_backward, True, extents, output_mask, operands, bias
-        made = _again(key, operands) or _first(key, operands, *prepare)
+        key = x.numel(), weight is None
+        for again in calls.get(key, ()):
+            made = again(dy, x, mean, rstd, weight, extents, output_mask, dtype)
+            if made is not None:
+                return made
+        operands, given = (dy, x, mean, rstd, weight), (extents, output_mask, dtype)
+        made = _first(name, key, operands, given, _prepare_backward, _backward_again)
         if made is None:
             return former(dy, x, extents, mean, rstd, weight, bias, output_mask)
         return made[:3]
@@ -141,30 +256,43 @@ def native_layer_norm_backward(former: _Kernel) -> _Kernel:
 
 
 def _fused_rms_norm(former: _Kernel) -> _Kernel:
+    name = "rms_norm, recorded"
+    calls = of_aten.setdefault(name, {})
+    prepare = partial(_prepare_forward, FOR_ATEN, False)
+
     def ours(x, extents, weight, eps):
-        operands = x, weight
-        key = "rms_norm, recorded", x.numel(), eps, weight is None, *extents
-        prepare = _prepare_forward, False, extents, eps, operands, FOR_ATEN
-        made = _again(key, operands) or _first(key, operands, *prepare)
+        key = x.numel(), weight is None
+        for again in calls.get(key, ()):
+            if (made := again(x, weight, None, eps, extents)) is not None:
+                return made
+        made = _first(name, key, (x, weight, None), (eps, extents), prepare, _forward_again)
         return former(x, extents, weight, eps) if made is None else made
 
     return ours
 
 
 def _fused_rms_norm_backward(former: _Kernel) -> _Kernel:
+    name = "rms_norm backward"
+    calls = of_aten.setdefault(name, {})
+
     def ours(dy, x, extents, rstd, weight, output_mask):
-        operands = dy, x, None, rstd, weight
-        key = "rms_norm backward", x.numel(), weight is None, *output_mask, *extents
-        prepare = _prepare_backward, False, extents, output_mask, operands, None
-        made = _again(key, operands) or _first(key, operands, *prepare)
+        key = x.numel(), weight is None
+        for again in calls.get(key, ()):
+            made = again(dy, x, None, rstd, weight, extents, output_mask, None)
+            if made is not None:
+                return made[:2]
+        operands, given = (dy, x, None, rstd, weight), (extents, output_mask, None)
+        made = _first(name, key, operands, given, _prepare_backward, _backward_again)
         return former(dy, x, extents, rstd, weight, output_mask) if made is None else made[:2]
 
     return ours
 
 
 def rms_norm(former: _Kernel) -> _Kernel:
-    """aten::rms_norm, above autograd: weights of another dtype than x, for which torch runs eight
-    operations, and calls without gradients, which need no statistics."""
+    """Above autograd: weights of another dtype than x, for which torch runs eight operations, and
+    calls without gradients, which need no statistics."""
+    calls = of_aten.setdefault("rms_norm", {})
+    prepare = partial(_prepare_forward, FOR_Y, False)
 
     def ours(x, extents, weight=None, eps=None):
         if (
@@ -176,10 +304,12 @@ def rms_norm(former: _Kernel) -> _Kernel:
         ):
             return former(x, extents, weight, eps)
         if not (_is_grad_enabled() and wants_gradient(x, weight)):
-            operands = x, weight
-            key = "rms_norm", x.numel(), eps, weight is None, *extents
-            prepare = _prepare_forward, False, extents, eps, operands, FOR_Y
-            made = _again(key, operands) or _first(key, operands, *prepare)
+            key = x.numel(), weight is None
+            for again in calls.get(key, ()):
+                if (made := again(x, weight, None, eps, extents)) is not None:
+                    return made[0]
+            operands, given = (x, weight, None), (eps, extents)
+            made = _first("rms_norm", key, operands, given, prepare, _forward_again)
         elif weight is None or weight.dtype == x.dtype:
             made = private.fused_rms_norm(x, extents, weight, eps)
         else:
@@ -198,7 +328,7 @@ def _recorded_of_two_dtypes(
         made = normalize(ForwardRequest(ForwardOperands(x, weight), options))
     except (TypeError, ValueError) as error:
         return _leave("rms_norm, recorded", error)
-    _served["rms_norm, recorded"] += 1
+    _served.setdefault("rms_norm, recorded", [0])[0] += 1
     return made
 
 
@@ -215,7 +345,7 @@ class Enabled:
 
     @property
     def served(self) -> dict[str, int]:
-        return dict(_served)
+        return {name: count for name, (count,) in _served.items() if count}
 
     @property
     def left(self) -> dict[tuple[str, str], int]:
@@ -241,9 +371,10 @@ class Enabled:
             return "no GPU: torch computes every norm"
         if not _library:
             return "disabled: torch computes every norm"
-        if not (_served or _left):
+        served, left = sum(self.served.values()), _left.total()
+        if not (served or left):
             return "cupynorm computes torch's norms of CUDA tensors; no call yet"
-        return f"{_served.total():,} calls by cupynorm, {_left.total():,} left to torch"
+        return f"{served:,} calls by cupynorm, {left:,} left to torch"
 
 
 _lock = threading.RLock()
@@ -272,7 +403,8 @@ def _overrides() -> torch.library.Library | None:
             f"torch {torch.__version__} is installed; enable() needs 2.9 or later: "
             "pip install -U torch"
         )
-    _served.clear()
+    for count in _served.values():
+        count[0] = 0
     _left.clear()
     if DEVICE == "CUDA" and not torch.backends.cuda.is_built():
         return None
