@@ -15,6 +15,7 @@ from .norm import calls
 from .norm.checks import (
     bind_functors,
     check_differentiable,
+    check_flags_of,
     check_seeds_given,
     extents_of,
     fields_of_forward,
@@ -418,8 +419,10 @@ def _norm_forward(
     operands, options = fields_of_forward(centered, normalized_shape, tensors, options)
     request = ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options))
     input, *_, functors = operands
-    if arrays.is_torch(input) and input.is_meta and is_plain(request):
-        return Forward(*_of_torch().forward_of_meta(request))
+    if arrays.is_torch(input) and input.is_meta:
+        check_flags_of(request.options)
+        if is_plain(request):
+            return Forward(*_of_torch().forward_of_meta(request))
     _refuse_jit_trace(input)
     if functors is not None:
         check_seeds_given(functors)

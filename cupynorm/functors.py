@@ -17,6 +17,7 @@ import numbers
 from typing import Any
 
 from .dispatch.functor_text import BoundFunctor, functor
+from .options import shown
 
 
 def _silu_gate(y: Any, gate: Any) -> Any:
@@ -276,6 +277,6 @@ def dropout(p: float, seed: Any = None) -> BoundFunctor:
     Returns a functor for `fuse=`. Raises ValueError unless p is a number from 0 to 1.
     """
     if not isinstance(p, numbers.Real) or isinstance(p, bool) or not 0 <= p <= 1:
-        raise ValueError(f"p is {p!r}; expected a probability, from 0 to 1")
+        raise ValueError(f"p is {shown(p)}; expected a probability, from 0 to 1")
     high, low = divmod(round(p * 2**32), 2**16)
     return _drop(high, low, 1 / (1 - p) if p < 1 else 0.0, seed)

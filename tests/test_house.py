@@ -25,8 +25,18 @@ from repository_files import (
 )
 
 # From the bottom up: a module imports from its own folder or from those before it.
-HOUSE = ("dtypes", "command_line", "table", "dispatch", "gpu", "norm", "plans", "functors", "nn")
-HOUSE += ("linear", "parallel", "functional", "verify", "bench", "explore", "__main__")
+HOUSE = (
+    "dtypes",
+    "options",
+    "command_line",
+    "table",
+    "dispatch",
+    "gpu",
+    "norm",
+    "plans",
+    "functors",
+)
+HOUSE += ("nn", "linear", "parallel", "functional", "verify", "bench", "explore", "__main__")
 BELOW_ALL = {"reference", "data", "__version__", ""}
 # torch.fx records a module's call as one of cupynorm.layer_norm, so the module must call that.
 UPWARD = {"nn/modules imports cupynorm.functional"}
@@ -182,7 +192,12 @@ LIMITS = {
     "README.md": 130,
 }
 # What is above its limit may shrink, and may not grow.
-ABOVE = {"cupynorm": 24_500, "tests": 34_100, "programs of notebooks": 1_720}
+ABOVE = {
+    "cupynorm": 24_500,
+    "files of cupynorm": 90,
+    "tests": 34_100,
+    "programs of notebooks": 1_720,
+}
 
 
 def lines_of(paths) -> int:

@@ -20,6 +20,7 @@ from ..gpu.arrays import type_in_words
 from ..nn import autograd, by_torch, modes
 from ..nn.modes import name_of, product_dtype
 from ..norm.quantized import QuantizedTensor
+from ..options import check_flags
 from .fp8_products import quantizers_of_backward
 from .operands import (
     LinearOptions,
@@ -176,6 +177,9 @@ def _call(
             f"input is {type_in_words(input)}; expected a torch tensor. For other arrays call "
             f"{norm}, and multiply by weight.T with @"
         )
+    check_fused(options["fused"])
+    flags = ("return_normalized", "save_normalized", "zero_centered_weight")
+    check_flags(return_residual=return_residual, **{name: options[name] for name in flags})
     biases = () if bias is None else (bias,)
     operands = Operands(input, residual, norm_weight, norm_bias, (weight,), biases)
     options["save_normalized"] = options["save_normalized"] and not is_fused(options["fused"])

@@ -292,7 +292,7 @@ class Packing:
 
     def values(self, tensor: Tensor, name: str) -> Tensor:
         """The rows of an argument that has one for each row of the input."""
-        if not tensor.is_nested:
+        if not is_any_nested(tensor):
             raise TypeError(f"input is nested and {name} is dense; expected both nested")
         _check_jagged(tensor, name)
         if tensor.shape[: len(self._leading)] != self._leading:

@@ -15,9 +15,10 @@ import numpy as np
 from ..dispatch.devices import Device
 from ..dispatch.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from ..dispatch.problem import ceil_div, cols_of_scale
-from ..dtypes import compute_dtype
+from ..dtypes import EIGHT_BITS, compute_dtype
 from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
+from ..options import shown
 from ..reference import fp8
 from ..table import pairs_as_html
 from .arguments import (
@@ -74,12 +75,14 @@ class QuantizedTensor:
         format: str | None = None,
     ) -> None:
         for name, array in (("data", data), ("scale_inv", scale_inv)):
-            if not hasattr(array, "dtype"):
+            if not hasattr(array, "__dlpack__") or isinstance(array, type):
                 raise TypeError(f"{name} is {arrays.type_in_words(array)}; expected an array")
         self.data, self.scale_inv, self.dtype = data, scale_inv, dtype
         self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
         self.block_rows, self.block_cols = block_rows, block_cols
-        self.format = format or arrays.dtype_name(data)
+        if format is not None and format.__class__ is not str:
+            raise TypeError(f"format is {shown(format)}; expected one of {', '.join(EIGHT_BITS)}")
+        self.format = arrays.dtype_name(data) if format is None else format
         self._pass_gradient: Callable | None = None
 
     def attach(self, pass_gradient: Callable) -> None:

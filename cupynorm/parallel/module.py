@@ -9,7 +9,6 @@ checkpoints.py      state dicts that load on another number of ranks
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,9 +29,9 @@ from ..linear.operands import (
 )
 from ..linear.products import ONE_RANK, OneRank
 from ..nn import modes, scales
-from ..nn.modes import SUPPORTED
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
+from ..options import check_choice, check_flags, check_int, shown
 from . import agreement
 from .ranks import Ranks, group_size
 from .sharding import Sharding
@@ -47,6 +46,19 @@ WITHOUT_EFFECT = (
     "ub_bulk_wgrad",
     "ub_bulk_dgrad",
     "symmetric_ar_type",
+)
+FLAGS = (
+    "sequence_parallel",
+    "fuse_wgrad_accumulation",
+    "bias",
+    "return_bias",
+    "return_layernorm_output",
+    "return_layernorm_output_gathered",
+    "zero_centered_gamma",
+    *WITHOUT_EFFECT[:-1],
+    "delay_wgrad_compute",
+    "save_normalized",
+    "reduce_norm_gradients",
 )
 # Attributes that are the same on all ranks of a layer.
 COMPARED = (
@@ -182,9 +194,6 @@ class LayerNormLinear(LinearLayer):
         self.parallel_mode, self.ub_name, self.name = parallel_mode, ub_name, name
         self.save_normalized, self.fused, self.sm_margin = save_normalized, fused, sm_margin
         self.init_method, self.get_rng_state_tracker = init_method, get_rng_state_tracker
-        for name in ("init_method", "get_rng_state_tracker"):
-            if (value := getattr(self, name)) is not None and not callable(value):
-                raise TypeError(f"{name} is {value!r}; expected a function or None")
         self.begin_state()
         try:
             parameters.make(self, parameters_split, device, params_dtype)
@@ -201,9 +210,9 @@ class LayerNormLinear(LinearLayer):
     def _share(self, arguments: Mapping[str, Any]) -> None:
         """Takes the arguments of parallelism."""
         mode, group, size = arguments["parallel_mode"], arguments["tp_group"], arguments["tp_size"]
-        if mode not in MODES:
-            raise ValueError(f"parallel_mode is {mode!r}; expected None, 'column' or 'row'")
-        self._ranks = Ranks(_size(group, size), group)
+        if group is not None and size == 1:
+            size = group_size(group)
+        self._ranks = Ranks(size, group)
         self.tp_size = size = self._ranks.size
         self.sequence_parallel = bool(arguments["sequence_parallel"]) and size > 1
         self.reduce_norm_gradients = arguments["reduce_norm_gradients"]
@@ -469,29 +478,22 @@ class LayerNormLinear(LinearLayer):
 
 
 def _check_choices(arguments: Mapping[str, Any]) -> None:
-    normalization, fused = arguments["normalization"], arguments["fused"]
-    if normalization not in NORMALIZATIONS:
-        expected = " or ".join(map(repr, NORMALIZATIONS))
-        raise ValueError(f"normalization is {normalization!r}; expected {expected}")
-    check_fused(fused, return_layernorm_output=arguments["return_layernorm_output"])
-    dtype = arguments["params_dtype"]
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):
-        expected = ", ".join(sorted(map(str, SUPPORTED)))
-        raise TypeError(f"params_dtype is {dtype!r}; expected {expected}, or None")
-    for name in ("in_features", "out_features"):
-        features = arguments[name]
-        if isinstance(features, bool) or not isinstance(features, numbers.Integral):
-            raise TypeError(f"{name} is {features!r}; expected an int, 1 or more")
-        if features < 1:
-            raise ValueError(f"{name} is {features}; expected an int, 1 or more")
+    check_choice("normalization", arguments["normalization"], NORMALIZATIONS)
+    check_choice("parallel_mode", arguments["parallel_mode"], MODES)
+    check_flags(**{name: arguments[name] for name in FLAGS})
+    check_fused(arguments["fused"], return_layernorm_output=arguments["return_layernorm_output"])
+    modes.check_placement(arguments["device"], arguments["params_dtype"], "params_dtype")
+    for name in ("in_features", "out_features", "tp_size"):
+        check_int(name, arguments[name], 1)
+    for name in ("init_method", "get_rng_state_tracker"):
+        if (value := arguments[name]) is not None and not callable(value):
+            raise TypeError(f"{name} is {shown(value)}; expected a function or None")
 
 
 def _check_collectives(arguments: Mapping[str, Any], *, is_shared: bool) -> None:
     """Raises ValueError for an unknown symmetric_ar_type, and warns of what has no effect here."""
     kind = arguments["symmetric_ar_type"]
-    if kind is not None and kind not in ALL_REDUCES:
-        expected = ", ".join(map(repr, ALL_REDUCES))
-        raise ValueError(f"symmetric_ar_type is {kind!r}; expected None, {expected}")
+    check_choice("symmetric_ar_type", kind, (None, *ALL_REDUCES))
     idle = [name for name in WITHOUT_EFFECT if is_shared and arguments[name]]
     if idle:
         warnings.warn(
@@ -499,12 +501,3 @@ def _check_collectives(arguments: Mapping[str, Any], *, is_shared: bool) -> None
             "products where they can",
             stacklevel=4,
         )
-
-
-def _size(group: Any, size: Any) -> int:
-    """The number of ranks. Raises TypeError or ValueError for arguments that do not fit."""
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError(f"tp_size is {size!r}; expected an int, 1 or more")
-    if size < 1:
-        raise ValueError(f"tp_size is {size}; expected 1 or more")
-    return group_size(group) if group is not None and size == 1 else size

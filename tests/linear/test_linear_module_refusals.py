@@ -50,7 +50,7 @@ WRONG_SPLITS = (
         ),
         ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'; expected None, 'col"),
         ({"tp_group": object()}, TypeError, "tp_group is an object; expected a group of torch"),
-        ({"tp_size": 0}, ValueError, "tp_size is 0; expected 1 or more"),
+        ({"tp_size": 0}, ValueError, "tp_size is 0; expected an int of 1"),
         ({"tp_size": 2.0}, TypeError, "tp_size is 2.0; expected an int"),
         (
             {"tp_size": 3, "parallel_mode": "column"},
@@ -112,7 +112,7 @@ def test_wrong_arguments_of_the_module_are_refused(options, error, sentence):
 )
 @pytest.mark.parametrize("name", ["in_features", "out_features"])
 def test_wrong_numbers_of_features_are_refused(name, given, error):
-    with pytest.raises(error, match=f"{name} is {given!r}; expected an int, 1 or more"):
+    with pytest.raises(error, match=f"{name} is {given!r}; expected an int of 1 or more"):
         LayerNormLinear(**{"in_features": 24, "out_features": 16, name: given}, **CPU)
     LayerNormLinear(**{"in_features": 24, "out_features": 16, name: np.int64(8)}, **CPU)(
         torch.ones(3, 8 if name == "in_features" else 24)
