@@ -15,7 +15,6 @@ from .norm import calls
 from .norm.checks import (
     bind_functors,
     check_differentiable,
-    check_flags_of,
     check_seeds_given,
     extents_of,
     fields_of_forward,
@@ -418,12 +417,11 @@ def _norm_forward(
 ) -> Forward:
     operands, options = fields_of_forward(centered, normalized_shape, tensors, options)
     request = ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options))
-    input, *_, functors = operands
-    if arrays.is_torch(input) and input.is_meta:
-        check_flags_of(request.options)
-        if is_plain(request):
+    if arrays.is_torch(operands[0]):
+        if operands[0].is_meta and is_plain(request):
             return Forward(*_of_torch().forward_of_meta(request))
-    _refuse_jit_trace(input)
+        _refuse_jit_trace()
+    functors = request.operands.functors
     if functors is not None:
         check_seeds_given(functors)
     return calls.forward(request)
@@ -445,7 +443,8 @@ def _norm_backward(
     extents, launch = extents_of(normalized_shape), checked_launch(launch)
     operands = BackwardOperands(*tensors, functors)
     options = BackwardOptions(centered, extents, *options, launch=launch)
-    _refuse_jit_trace(operands.x)
+    if arrays.is_torch(operands.x):
+        _refuse_jit_trace()
     wanted = options.gradients
     is_fused = (
         options.dx_dtype is not None
@@ -468,9 +467,9 @@ def _norm_backward(
     return FusedBackward(dx, *made[1:4], made.functors)
 
 
-def _refuse_jit_trace(array: object) -> None:
+def _refuse_jit_trace() -> None:
     """Raises NotImplementedError where torch.jit.trace would record the result as a constant."""
-    if arrays.is_torch(array) and _of_torch().is_recorded_by_jit():
+    if _of_torch().is_recorded_by_jit():
         raise NotImplementedError(
             "torch.jit.trace was asked to record an explicit forward or backward; expected "
             "layer_norm, rms_norm, layer_norm_linear or rms_norm_linear"

@@ -191,13 +191,14 @@ class TorchLibrary:
             return None
         # The class counts: check_addresses runs once for a key, and a subclass may have no address.
         # Other devices than CUDA have no index, and may have no memory.
+        address, device_index = tensor.data_ptr(), tensor.get_device()
         return (
             tensor.__class__,
             tensor.dtype,
             tensor.shape,
             tensor.is_contiguous() or tensor.stride(),
-            tensor.data_ptr() & 15,
-            tensor.get_device() if tensor.is_cuda else (tensor.device.type, not tensor.data_ptr()),
+            address & 15 if address else -1,
+            device_index if device_index >= 0 else tensor.device.type,
             tensor.is_neg() or tensor._is_zerotensor(),  # is_lazy, in less time
         )
 

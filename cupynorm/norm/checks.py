@@ -546,7 +546,8 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     Reads no address: a tensor may have no memory.
     """
     given, options = request
-    check_flags_of(options)
+    zero_centered, rounds = options.zero_centered_weight, options.round_x_hat
+    check_flags(zero_centered_weight=zero_centered, round_x_hat=rounds)
     x = arrays.take(given.input, "input")
     dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
     _check_extents(shape, extents, "input")
@@ -578,12 +579,6 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     options = options._replace(eps=eps, out_dtype=y_dtype)
     _check_combinations(operands, options)
     return ForwardRequest(operands, options)
-
-
-def check_flags_of(options: ForwardOptions) -> None:
-    """Raises TypeError for flags that are neither True nor False."""
-    zero_centered, rounds = options.zero_centered_weight, options.round_x_hat
-    check_flags(zero_centered_weight=zero_centered, round_x_hat=rounds)
 
 
 def _check_combinations(operands: ForwardOperands, options: ForwardOptions) -> None:

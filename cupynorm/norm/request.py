@@ -382,7 +382,7 @@ def is_plain(request: ForwardRequest) -> bool:
     """Whether a forward uses no option beyond norm, residual and out."""
     operands, options = request
     return (
-        not options.round_x_hat
+        options.round_x_hat is False
         and not options.memory_efficient
         and options.quantization is None
         and operands.functors is None
