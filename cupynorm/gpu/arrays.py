@@ -399,6 +399,8 @@ def from_float64(values: np.ndarray, dtype: str, like: Any) -> Any:
     # Not ascontiguousarray, which makes a scalar one-dimensional.
     raw = encode(np.asarray(values, order="C"), dtype)
     if is_torch(like):
+        if not raw.size:  # NumPy's strides would be 0
+            return _torch.empty(raw.shape, dtype=getattr(_torch, dtype))
         tensor = _torch.from_numpy(raw.view(np.int16) if dtype == "bfloat16" else raw)
         return tensor.view(_torch.bfloat16) if dtype == "bfloat16" else tensor
     return raw.view(_numpy_dtype(dtype)) if dtype == "bfloat16" else raw

@@ -93,7 +93,7 @@ class LinearLayer(torch.nn.Module):
 
         region: of _region(), which must be asked once in each call.
         """
-        if not (fp8_output is fp8_grad is False):
+        if not (fp8_output is fp8_grad is False or modes.is_jit_traced()):
             check_flags(fp8_output=fp8_output, fp8_grad=fp8_grad)
         if is_first_microbatch is not None:
             check_flags(is_first_microbatch=is_first_microbatch)

@@ -104,7 +104,7 @@ class QuantizedTensor:
         dtype = self.dtype if dtype is None else dtype
         name = dtype_name(dtype, "dtype")
         if not arrays.is_torch(self.data):
-            return _scaled(_values_of_bits(self), self).astype(arrays.CuPyLibrary.dtype(name))
+            return _dequantized(self, arrays.CuPyLibrary.dtype(name))
         values = _scaled(self.data.float(), self).to(arrays.TorchLibrary.dtype(name))
         return values if self._pass_gradient is None else self._pass_gradient(values)
 
@@ -157,13 +157,17 @@ def range_facts(counts: np.ndarray, format: str) -> list[tuple[str, str]]:
     return [(name, f"{count:,} ({count / total:.2%})") for name, count in shares.items()]
 
 
-def _values_of_bits(quantized: QuantizedTensor) -> Array:
+@np.errstate(all="ignore")
+def _dequantized(quantized: QuantizedTensor, dtype: np.dtype) -> Array:
+    """An array of NumPy or CuPy."""
     if quantized.format == "int8":
-        return quantized.data.astype(np.float32)
-    table = fp8.decode(np.arange(256, dtype=np.uint8), quantized.format).astype(np.float32)
-    if isinstance(quantized.data, np.ndarray):
-        return table[quantized.data]
-    return nvrtc.cupy().asarray(table)[quantized.data]
+        values = quantized.data.astype(np.float32)
+    else:
+        values = fp8.decode(np.arange(256, dtype=np.uint8), quantized.format).astype(np.float32)
+        if not isinstance(quantized.data, np.ndarray):
+            values = nvrtc.cupy().asarray(values)
+        values = values[quantized.data]
+    return _scaled(values, quantized).astype(dtype)
 
 
 def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
@@ -286,8 +290,10 @@ def as_quantized_tensor(
 def _of_library(raw: np.ndarray, name: str | None, like: Array) -> Array:
     """A host array; name: the 8-bit format that its bits are, if any."""
     if not arrays.is_torch(like):
-        return raw
+        return raw if raw.size else np.empty(raw.shape, raw.dtype)
     torch = sys.modules["torch"]
+    if not raw.size:  # NumPy's strides would be 0
+        return torch.empty(raw.shape, dtype=getattr(torch, name or raw.dtype.name))
     tensor = torch.from_numpy(raw)
     return tensor.view(getattr(torch, name)) if name else tensor
 
