@@ -270,6 +270,7 @@ def dropout(p: float, seed: Any = None) -> BoundFunctor:
     seed: an int, or an int64 array of one element on the input's device, which the kernel reads
         there. None: the input's library draws one on that device in each call (torch.randint,
         cupy.random, np.random), so torch.manual_seed and CUDA graphs work as with torch's dropout.
+        So torch.utils.checkpoint without preserve_rng_state draws another mask when it runs again.
 
     The mask is cupynorm.reference.dropout_mask, a function of the seed and of an element's row and
     column. It is the same on every device and is not stored: backward computes it again. A module
