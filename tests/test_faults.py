@@ -126,21 +126,6 @@ def test_a_wrong_tail_is_seen_by_default():
     assert not cupynorm.check_function((tail, None))
 
 
-def test_repeated_options_add_up(tmp_path):
-    (tmp_path / "own.py").write_text(
-        "import torch\n"
-        "def norm(x, shape, weight, bias, eps):\n"
-        "    eps = 1 if len(x) == 7 else eps\n"
-        "    return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)\n"
-    )
-    command = [sys.executable, "-m", "cupynorm", "check", "--function", "own:norm"]
-    for shapes, code in ((["7x64", "8x64"], 1), (["6x64", "8x64"], 0)):
-        options = [word for shape in shapes for word in ("--shape", shape)]
-        run = subprocess.run(command + options, cwd=tmp_path, capture_output=True, text=True)
-        assert run.returncode == code, run.stderr
-        assert all(shape.replace("x", " x ") in run.stdout for shape in shapes)
-
-
 def test_a_numpy_function_is_not_accused_of_torchs_tensors():
     def right(x, weight, bias, eps):
         variance = x.var(1, keepdims=True)

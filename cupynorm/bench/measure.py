@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from ..gpu import launch, nvrtc
 from ..gpu.nvrtc import environment, has_gpu
 from ..nn import modules
+from ..nn.enable import enabled
 from ..plans import plan
 from .cells import COPY, EPS, OURS, Cell, LinearCell, cells
 from .peers import (
@@ -115,41 +117,34 @@ def measure_cell(
 ) -> Measurement:
     """One cell, by the libraries of these names that have its kind."""
     is_linear, strategy = isinstance(cell, LinearCell), ""
-    if is_linear:
-        inputs = inputs_of(cell, seed, device)
-        x = inputs.x
-    else:
-        tensors = tensors_of(cell, seed, device)
-        x, truth = tensors.x, Truth(cell, tensors, seed)
-        planned = plan_of(cell)
+    tensors = (inputs_of if is_linear else tensors_of)(cell, seed, device)
+    if not is_linear:
+        truth, planned = Truth(cell, tensors, seed), plan_of(cell)
         strategy = planned.strategy
 
     def prepared(name: str) -> tuple[Runner, tuple[float, str | None]]:
         if is_linear:
-            runner = prepare_linear(name, cell, inputs)
-            return runner, verify_linear(cell, inputs, runner.call())
+            runner = prepare_linear(name, cell, tensors)
+            return runner, verify_linear(cell, tensors, runner.call())
         runner = prepare(name, cell, tensors)
         # Kernels of other libraries, and welford's, subtract a rounded mean.
         rounded_mean = name != OURS or planned.statistics == "welford"
         return runner, verify(runner, truth, rounded_mean=rounded_mean)
 
-    runners, errors, faults = {COPY: copy_of(cell.num_bytes, x)}, {}, {}
+    runners, errors, faults = {COPY: copy_of(cell.num_bytes, tensors.x)}, {}, {}
     for name in names:
         peer = PEERS[name]
-        if is_linear and (not peer.linear or cell.format not in peer.formats):
-            continue
-        if not is_linear and not peer.norm:
+        if not (peer.linear and cell.format in peer.formats if is_linear else peer.norm):
             continue
         try:
-            runner, (errors[name], wrong) = prepared(name)
+            runner, (error, wrong) = prepared(name)
             timer.sample(runner)
         except Exception as failure:  # a failing peer must not end the run
             if name == OURS:
                 raise
-            errors.pop(name, None)
             faults[name] = f"{name} could not run: {first_line(failure)}"
             continue
-        runners[name] = runner
+        runners[name], errors[name] = runner, error
         if wrong:
             faults[name] = f"{name} is off: {wrong}"
     return Measurement(cell, strategy, take_turns(timer, runners, runs), errors, faults)
@@ -160,31 +155,19 @@ def plan_of(cell: Cell, device: Any = None, **options: Any) -> Any:
 
     Raises ValueError for a tile that does not fit.
     """
-    return plan(
-        cell.num_cols,
-        cell.num_rows,
-        cell.dtype,
-        norm=cell.norm,
-        direction=cell.direction,
-        device=device or launch.current_device(),
-        weight_dtype=cell.parameters,
-        bias_dtype=cell.parameters if cell.norm == "layer_norm" else None,
-        out_dtype=cell.out_dtype,
-        scale=cell.scale,
-        amax=cell.amax,
-        residual=cell.residual,
-        **options,
-    )
+    names = ("norm", "direction", "out_dtype", "scale", "amax", "residual")
+    options |= {name: getattr(cell, name) for name in names}
+    options |= {"device": device or launch.current_device(), "weight_dtype": cell.parameters}
+    options["bias_dtype"] = cell.parameters if cell.norm == "layer_norm" else None
+    return plan(cell.num_cols, cell.num_rows, cell.dtype, **options)
 
 
 def _try_once(cell: AnyCell, names: Sequence[str], seed: int) -> None:
     """Runs each of these libraries once on a cell. Errors are left to the measurement."""
     for name in names:
-        try:
+        with suppress(Exception):
             if not missing(name):
                 measure_cell(cell, [name], _Untimed(), 0, seed)
-        except Exception:  # the measurement meets it again and names it
-            pass
 
 
 class _Untimed:
@@ -223,22 +206,24 @@ def host(
         tensors = tensors_of(cell, 0, device)
         calls = {}
         for name in names:
-            try:
-                calls[name] = prepare(name, cell, tensors, record=record).call
-                calls[name]()
-            except Exception:  # a peer that fails has no time
-                calls.pop(name, None)
+            with suppress(Exception):  # a peer that fails has no time
+                call = prepare(name, cell, tensors, record=record).call
+                call()
+                calls[name] = call
+        kind = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}[norm]
         for library, package in ((OURS, modules), ("nn", torch.nn)):  # as a model calls them
-            name = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}[norm]
-            module = getattr(package, name)(num_cols, device=device, dtype=tensors.x.dtype)
-            module.requires_grad_(record)
+            module = getattr(package, kind)(num_cols, device=device, dtype=tensors.x.dtype)
             x = tensors.x.detach().requires_grad_(record)
-            calls[f"{library}.{name}"] = partial(module, x)
+            calls[f"{library}.{kind}"] = partial(module.requires_grad_(record), x)
         case = f"{norm} {num_rows} x {num_cols} {dtype}, forward"
-        found[case + ", recorded" * record] = host_times(calls, rounds, wait)
+        timed = {case + ", recorded" * record: calls}
         if record:
             both = {name: partial(_both, call, tensors.x) for name, call in calls.items()}
-            found[f"{case} and backward"] = host_times(both, rounds, wait)
+            timed[f"{case} and backward"] = both
+        for case, calls in timed.items():
+            found[case] = host_times(calls, rounds, wait)
+            with enabled():  # torch's module, on our kernels
+                found[case] |= host_times({"enabled": calls[f"nn.{name}"]}, rounds, wait)
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,10 +20,10 @@ import torch
 from torch.nn import functional
 
 from .. import functional as ours
-from .. import reference
+from .. import recipes, reference
 from ..dispatch.problem import cols_of_scale
 from ..dtypes import EIGHT_BITS, compute_dtype
-from ..nn import recipes
+from ..nn import quantization
 from ..nn.scales import fp8_autocast
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Launch, Quantize
@@ -199,27 +200,23 @@ def _gemm(cell: LinearCell, inputs: Inputs) -> tuple:
     if cell.format == "bfloat16":
         tensors = (inputs.normalized, inputs.weight, inputs.bias)
         return partial(functional.linear, *tensors), tensors
-    from ..nn import quantization, recipes
-    from ..nn.quantization import Factor, multiply
-
-    both = cell.direction == "both"
+    both, bias, dtype = cell.direction == "both", inputs.bias.detach(), inputs.x.dtype
 
     def quantized(x, dtype=recipes.E4M3):
         scale = quantization.scale_of(quantization.amax_of(x.detach()), dtype)
         return quantization.quantize(x.detach(), scale, dtype, transpose=both)
 
     def transposed(x):
-        return Factor(x.transposed, x.scale_inv)
+        return quantization.Factor(x.transposed, x.scale_inv)
 
     x, weight = quantized(inputs.normalized), quantized(inputs.weight)
     dy = quantized(inputs.dy, recipes.E5M2) if both else None
-    bias, dtype = inputs.bias.detach(), inputs.x.dtype
 
     def products():
-        y = multiply(x, weight, dtype, bias=bias, fast=True)
-        if dy is not None:
-            multiply(dy, transposed(weight), dtype)
-            multiply(transposed(dy), transposed(x), dtype)
+        y = quantization.multiply(x, weight, dtype, bias=bias, fast=True)
+        if both:
+            quantization.multiply(dy, transposed(weight), dtype)
+            quantization.multiply(transposed(dy), transposed(x), dtype)
             inputs.dy.detach().sum(0)
         return y
 
@@ -308,10 +305,8 @@ def missing(name: str) -> str | None:
 
 def version(name: str) -> str | None:
     """The installed version of a peer's package, None if it has none."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(PEERS[name].package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def first_line(error: BaseException) -> str:
@@ -382,16 +377,14 @@ def _results(cell: Cell, amax: torch.Tensor | None, result: Any) -> dict[str, to
 def _our_backward(cell: Cell, tensors: Tensors, launch: Launch | None) -> Runner:
     """The explicit backward: autograd would choose its tile itself."""
     centered, weight = cell.norm == "layer_norm", tensors.weight
-    given = {"residual": tensors.residual, "out_dtype": cell.out_dtype}
-    parameters = {"weight": weight, "bias": tensors.bias} if centered else {"weight": weight}
     forward = ours.layer_norm_forward if centered else ours.rms_norm_forward
     backward = ours.layer_norm_backward if centered else ours.rms_norm_backward
-    saved = forward(tensors.x, weight.shape, eps=EPS, **parameters, **given)
+    given = {"residual": tensors.residual, "out_dtype": cell.out_dtype, "bias": tensors.bias}
+    saved = forward(tensors.x, weight.shape, weight=weight, eps=EPS, **given)
     statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
-    gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
-    given = {"dsum": tensors.dsum, "gradients": gradients}
+    gradients = ("dx", "dweight", *["dbias"] * centered)
     operands = (tensors.dy, saved.sum, weight.shape, *statistics, weight)
-    call = partial(backward, *operands, launch=launch, **given)
+    call = partial(backward, *operands, launch=launch, dsum=tensors.dsum, gradients=gradients)
     return Runner(call, lambda result: {name: getattr(result, name) for name in gradients})
 
 

@@ -6,6 +6,7 @@ The whole check is cupynorm.check; here a fast kernel that is wrong must not win
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 
 from ..dispatch.problem import cols_of_scale
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
-from ..verify.bounds import Expected, expect
+from ..verify.bounds import expect
 from ..verify.cases import Case, Problem
+from ..verify.results import judge
 from .cells import EPS, Cell
 from .timer import Runner
 
@@ -89,30 +91,22 @@ class Truth:
 
     def __init__(self, cell: Cell, tensors: Tensors, seed: int) -> None:
         """seed: of the choice of rows; the first and the last are always taken."""
-        self.cell, self.scale = cell, tensors.scale
+        self.cell, self.is_given = cell, tensors.scale is not None
         count = max(1, min(_SAMPLED_ROWS, cell.num_rows, _SAMPLED_ELEMENTS // cell.num_cols))
         drawn = np.random.default_rng(seed).choice(cell.num_rows, count, replace=False)
         self.rows = np.unique([0, *drawn[2:], cell.num_rows - 1])
-        has_bias = tensors.bias is not None
-        case = Case(
-            cell.norm,
-            len(self.rows),
-            cell.num_cols,
-            cell.dtype,
-            # A y of 8 bits is judged before it is rounded to them.
-            compute_dtype(cell.dtype).name if cell.scale else cell.y,
-            cell.parameters,
-            cell.parameters if has_bias else None,
-            residual=cell.residual,
-            eps=EPS,
-        )
+        # A y of 8 bits is judged before it is rounded to them.
+        y = compute_dtype(cell.dtype).name if cell.scale else cell.y
+        bias = None if tensors.bias is None else cell.parameters
+        shape = (cell.norm, len(self.rows), cell.num_cols, cell.dtype)
+        case = Case(*shape, y, cell.parameters, bias, residual=cell.residual, eps=EPS)
         x = self._sampled(tensors.x)
         # A forward has no dy: its gradients are ignored.
         dy = np.zeros_like(x) if tensors.dy is None else self._sampled(tensors.dy)
-        weight, bias = (float64(each) for each in (tensors.weight, tensors.bias))
+        weight, bias = float64(tensors.weight), float64(tensors.bias)
         self.dsum = self._sampled(tensors.dsum)
         self.problem = Problem(case, x, dy, weight, bias, self._sampled(tensors.residual))
-        self._expected: dict[bool, Expected] = {}
+        self.expected = cache(lambda rounded: expect(self.problem, rounded_mean=rounded))
 
     def _sampled(self, tensor: torch.Tensor | None) -> Any:
         return None if tensor is None else float64(tensor[torch.from_numpy(self.rows)])
@@ -122,54 +116,50 @@ class Truth:
 
         rounded_mean: whether the library subtracts a mean that is rounded to float32.
         """
-        if rounded_mean not in self._expected:
-            self._expected[rounded_mean] = expect(self.problem, rounded_mean=rounded_mean)
         worst = 0.0
-        for name in ("y", "sum", "dx"):
-            if name not in outputs:
-                continue
+        for name in [each for each in ("y", "sum", "dx") if each in outputs]:
             dtype = self.cell.y if name == "y" else self.cell.dtype
             if outputs[name].dtype != getattr(torch, dtype):
                 return np.nan, f"{name} is {outputs[name].dtype}; expected {dtype}"
-            expected, allowed = self._expected[rounded_mean][name]
+            expected, allowed = self.expected(rounded_mean)[name]
+            got = self._sampled(outputs[name])
             if name == "y" and self.cell.scale:
-                got, of_step, wrong = self._dequantized(outputs, np.abs(expected) + allowed)
+                got, factors, wrong = self._dequantized(got, outputs["scale_inv"])
                 if wrong:
                     return np.nan, wrong
-                allowed = allowed + of_step
-            else:
-                got = self._sampled(outputs[name])
+                format = EIGHT_BITS[dtype]
+                of_y = (np.abs(expected) + allowed) * format.half_ulp
+                allowed = allowed + np.maximum(of_y, factors * (format.smallest / 2))
             if name == "dx" and self.dsum is not None:
                 # A library may round dx before it adds dsum, and again after it.
                 of_roundings = (np.abs(expected) + np.abs(self.dsum)) * DTYPES[dtype].half_ulp
                 expected, allowed = expected + self.dsum, allowed + of_roundings
-            errors = np.abs(got - expected) / allowed
-            errors = np.where(np.isnan(errors), np.inf, errors)
-            row, col = at = np.unravel_index(errors.argmax(), errors.shape)
-            if errors[at] > 1:
-                right = f"expected {expected[at]:.6g} within {allowed[at]:.2g}"
+            found = judge(self.cell, name, got, expected, allowed)
+            if not found.ok:
+                row, col = found.where
+                right = f"expected {found.expected:.6g} within {found.allowed:.2g}"
                 where = f"row {self.rows[row]}, col {col}"
-                return float(errors[at]), f"{name} is {got[at]:.6g} at {where}; {right}"
-            worst = max(worst, float(errors[at]))
+                error = np.inf if np.isnan(found.error) else found.error
+                return error, f"{name} is {found.got:.6g} at {where}; {right}"
+            worst = max(worst, found.error)
         return worst, None
 
-    def _dequantized(
-        self, outputs: Mapping[str, Any], most: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, str | None]:
-        """Values and half a step of a y of 8 bits, and what is wrong with its scales or None."""
-        cell, format, scales = self.cell, EIGHT_BITS[self.cell.y], outputs["scale_inv"]
-        data, cols = self._sampled(outputs["y"]), cols_of_scale(cell.scale, cell.num_cols)
+    def _dequantized(self, data: np.ndarray, scales: Any) -> tuple[np.ndarray, Any, str | None]:
+        """Values of a y of 8 bits, the scale of each, and what is wrong with them or None."""
+        scale, num_cols, largest = (
+            self.cell.scale,
+            self.cell.num_cols,
+            EIGHT_BITS[self.cell.y].largest,
+        )
+        cols = cols_of_scale(scale, num_cols)
         factors = self._sampled(scales) if cols else float64(scales).reshape(1, 1)
-        cols = cols or cell.num_cols
-        factors = np.repeat(factors, cols, axis=1)[:, : cell.num_cols]
-        if factors.shape[1] < cell.num_cols:
-            return data, most, f"scale_inv has {scales.shape[-1]} scales of a row; expected more"
-        of_step = np.maximum(most * format.half_ulp, factors * (format.smallest / 2))
-        largest = np.abs(data).max(axis=1).min()
-        if self.scale is None and cell.scale != "tensor" and largest < format.largest:
-            wrong = f"scale_inv makes {largest:.6g} of a largest value; expected {format.largest}"
-            return data, most, wrong
-        return data * factors, of_step, None
+        factors = np.repeat(factors, cols or num_cols, axis=1)[:, :num_cols]
+        if factors.shape[1] < num_cols:
+            return data, 1, f"scale_inv has {scales.shape[-1]} scales of a row; expected more"
+        most = np.abs(data).max(axis=1).min()
+        if not self.is_given and scale != "tensor" and most < largest:
+            return data, 1, f"scale_inv makes {most:.6g} of a largest value; expected {largest}"
+        return data * factors, factors, None
 
 
 def float64(tensor: torch.Tensor | None) -> Any:

@@ -258,16 +258,9 @@ def explain(
     Returns an Explanation: prints as text, in Jupyter with pictures; its parts are its methods.
     Raises ValueError for unknown names and for a strategy or tile that does not fit.
     """
-    device, dtype = device_of(device), full_name(dtype)
-    options = {
-        "norm": norm,
-        "direction": direction,
-        "device": device,
-        "residual": residual,
-        "strategy": strategy,
-        "tile": tile,
-        "statistics": statistics,
-    }
+    options = {"norm": norm, "direction": direction, "device": device_of(device)}
+    options |= {"residual": residual, "strategy": strategy, "tile": tile, "statistics": statistics}
+    dtype = full_name(dtype)
     return Explanation(plan(num_cols, num_rows, dtype, **options), {"dtype": dtype, **options})
 
 

@@ -29,9 +29,9 @@ from ..linear.operands import (
 )
 from ..linear.products import ONE_RANK, OneRank
 from ..nn import modes, scales
-from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
 from ..options import check_choice, check_flags, check_int, shown
+from ..recipes import DelayedScaling
 from . import agreement
 from .ranks import Ranks, group_size
 from .sharding import Sharding
@@ -40,25 +40,13 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 MODES = (None, "column", "row")
 ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")  # of TransformerEngine
 WITHOUT_EFFECT = (
-    "ub_overlap_ag",
-    "ub_overlap_rs",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_wgrad",
-    "ub_bulk_dgrad",
+    *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad"),
     "symmetric_ar_type",
 )
 FLAGS = (
-    "sequence_parallel",
-    "fuse_wgrad_accumulation",
-    "bias",
-    "return_bias",
-    "return_layernorm_output",
-    "return_layernorm_output_gathered",
-    "zero_centered_gamma",
-    *WITHOUT_EFFECT[:-1],
-    "delay_wgrad_compute",
-    "save_normalized",
-    "reduce_norm_gradients",
+    *("sequence_parallel", "fuse_wgrad_accumulation", "bias", "return_bias", "zero_centered_gamma"),
+    *("return_layernorm_output", "return_layernorm_output_gathered", "delay_wgrad_compute"),
+    *("save_normalized", "reduce_norm_gradients", *WITHOUT_EFFECT[:-1]),
 )
 # Attributes that are the same on all ranks of a layer.
 COMPARED = (
@@ -87,54 +75,44 @@ class LayerNormLinear(LinearLayer):
         >>> [name for name, _ in layer.named_parameters()]
         ['layer_norm_weight', 'weight', 'bias']
 
-    in_features: the width of the norm.
-    out_features: rows of the linear weight, of all parts together.
-    eps: of the norm.
+    in_features: the width of the norm. out_features: of all parts together. eps: of the norm.
     normalization: "LayerNorm" or "RMSNorm" (no bias in the norm).
     zero_centered_gamma: multiply by 1 + layer_norm_weight, which is initialised to 0.
     bias: whether the linear layer has one. return_bias: do not add it, return it.
-    return_layernorm_output: also return the normalised tensor.
-    return_layernorm_output_gathered: the normalised tensor of all ranks, here the same.
+    return_layernorm_output: also return the normalised tensor;
+        return_layernorm_output_gathered: that of all ranks.
     parameters_split: names, which share out_features evenly, or a dict of names and sizes. The
-        parameters are then name_weight and name_bias instead of weight and bias, views that follow
-        each other in one storage.
-    init_method: fills each weight in place; by default normal with standard deviation 0.023.
-    get_rng_state_tracker: init_method runs inside get_rng_state_tracker().fork(), or fork(name)
-        where the module's attribute rng_tracker_name is set.
+        parameters are then name_weight and name_bias, views that follow each other in one storage.
+    init_method: fills each weight in place; by default normal with standard deviation 0.023. It
+        runs inside get_rng_state_tracker().fork(), or fork(name) where the attribute
+        rng_tracker_name is set.
     params_dtype: of the parameters; by default torch's.
     device: "meta" leaves memory and values to to_empty() and reset_parameters().
-    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must exist. It is
-        overwritten by the first backward after a forward with is_first_microbatch=True, or if
-        weight.overwrite_main_grad is true. A weight with an attribute grad_added_to_main_grad gets
-        it set to True, and a gradient without meaning.
+    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must exist. The
+        first backward after a forward with is_first_microbatch=True overwrites it, or any if
+        weight.overwrite_main_grad is true. weight.grad_added_to_main_grad, if present, becomes
+        True; such a weight gets a gradient without meaning.
     delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one
-        call for each backward. Both are refused inside DistributedDataParallel and fully_shard,
-        which would miss the gradient; Megatron's reducer has hooks for them.
-    parallel_mode: None, "column" or "row": how the ranks of tp_group share the layer. The biases
-        of "column" get the attributes that weights have: tensor_model_parallel, partition_dim and
-        partition_stride.
+        call for each backward. DistributedDataParallel and fully_shard would miss these gradients,
+        so both options are refused inside them.
+    parallel_mode: None, "column" or "row": how the ranks of tp_group share the layer.
     tp_group: of torch.distributed. tp_size: its size, where set_tensor_parallel_group() gives the
-        group later. With one rank nothing is shared, whatever the other arguments are.
-    sequence_parallel: "column": the input has this rank's rows (its first dimension); "row": the
-        output has.
+        group later. With one rank nothing is shared.
+    sequence_parallel: each rank has some rows (the first dimension) of the input ("column") or of
+        the output ("row").
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
-    symmetric_ar_type (None, "one_shot", "two_shot" or "multimem_all_reduce"): accepted, with a
-        warning where several ranks share the layer. They have no effect on results, nor on
-        collectives, which run beside products where they can: docs/parallel.md.
+        symmetric_ar_type: accepted, with a warning where ranks share the layer: without effect.
     ub_name, name: for the user.
-
-    By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as for
-    cupynorm.layer_norm_linear; and reduce_norm_gradients: with "column" and sequence_parallel, sum
-    the gradients of the norm's parameters over tp_group in backward. Otherwise their attribute
-    sequence_parallel tells Megatron to.
+    save_normalized, fused, sm_margin: as for cupynorm.layer_norm_linear.
+    reduce_norm_gradients: with "column" and sequence_parallel, sum the gradients of the norm's
+        parameters over tp_group in backward. Otherwise their attribute sequence_parallel tells
+        Megatron to.
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
-    it returns out (..., out_features), or a tuple of out, the bias (an empty tensor without one)
-    and the normalised tensor, those that were requested. A cupynorm.QuantizedTensor as input is
-    dequantised.
-
+    or with a cupynorm.types.QuantizedTensor, it returns out (..., out_features), or a tuple of out,
+    the bias (empty without one) and the normalised tensor, those that were requested.
     is_first_microbatch: True for the first of several forwards with the same parameters, False for
-        the others. The weight is then quantised once. None: it is quantised each time.
+        the others: the weight is then quantised once. None: each time.
 
     Raises ValueError, TypeError or NotImplementedError for invalid arguments.
     """
@@ -177,13 +155,46 @@ class LayerNormLinear(LinearLayer):
         sm_margin: int | Mapping[str, int] = 0,
         reduce_norm_gradients: bool = False,
     ) -> None:
-        arguments = locals()
-        _check_choices(arguments)
+        given, is_centered = locals(), normalization == "LayerNorm"
+        check_choice("normalization", normalization, NORMALIZATIONS)
+        check_choice("parallel_mode", parallel_mode, MODES)
+        check_flags(**{name: given[name] for name in FLAGS})
+        check_fused(fused, return_layernorm_output=return_layernorm_output)
+        modes.check_placement(device, params_dtype, "params_dtype")
+        for what, function in (
+            ("init_method", init_method),
+            ("get_rng_state_tracker", get_rng_state_tracker),
+        ):
+            if function is not None and not callable(function):
+                raise TypeError(f"{what} is {shown(function)}; expected a function or None")
+        for what in ("in_features", "out_features", "tp_size"):
+            check_int(what, given[what], 1)
         launch_of(sm_margin)
-        check_eps(eps, "float32", centered=normalization == "LayerNorm")
+        check_eps(eps, "float32", centered=is_centered)
         super().__init__()
+        if tp_group is not None and tp_size == 1:
+            tp_size = group_size(tp_group)
+        self._ranks, self.tp_size = Ranks(tp_size, tp_group), tp_size
+        self.parallel_mode, self._is_shared = parallel_mode, tp_size > 1 and bool(parallel_mode)
+        if self._is_shared and parallel_mode == "row":
+            in_features = _share(in_features, tp_size, "in_features")
+            if is_fused(fused):
+                raise ValueError(
+                    f"fused is {fused!r} and tp_size is {tp_size} with parallel_mode='row'; "
+                    "expected fused=None, because a rank has no whole rows"
+                )
+        elif self._is_shared:
+            out_features = _share(out_features, tp_size, "out_features")
+        check_choice("symmetric_ar_type", symmetric_ar_type, (None, *ALL_REDUCES))
+        if idle := [name for name in WITHOUT_EFFECT if self._is_shared and given[name]]:
+            warnings.warn(
+                f"{', '.join(idle)} has no effect: collectives are those of tp_group, which run "
+                "beside products where they can",
+                stacklevel=2,
+            )
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
-        self._share(arguments)
+        self.sequence_parallel = bool(sequence_parallel) and tp_size > 1
+        self.reduce_norm_gradients = reduce_norm_gradients
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -191,7 +202,7 @@ class LayerNormLinear(LinearLayer):
         self.return_layernorm_output_gathered = gathered
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
-        self.parallel_mode, self.ub_name, self.name = parallel_mode, ub_name, name
+        self.ub_name, self.name = ub_name, name
         self.save_normalized, self.fused, self.sm_margin = save_normalized, fused, sm_margin
         self.init_method, self.get_rng_state_tracker = init_method, get_rng_state_tracker
         self.begin_state()
@@ -206,32 +217,6 @@ class LayerNormLinear(LinearLayer):
             ) from error
 
     # Parameters.
-
-    def _share(self, arguments: Mapping[str, Any]) -> None:
-        """Takes the arguments of parallelism."""
-        mode, group, size = arguments["parallel_mode"], arguments["tp_group"], arguments["tp_size"]
-        if group is not None and size == 1:
-            size = group_size(group)
-        self._ranks = Ranks(size, group)
-        self.tp_size = size = self._ranks.size
-        self.sequence_parallel = bool(arguments["sequence_parallel"]) and size > 1
-        self.reduce_norm_gradients = arguments["reduce_norm_gradients"]
-        is_shared = size > 1 and mode is not None
-        if is_shared and mode == "row" and is_fused(arguments["fused"]):
-            raise ValueError(
-                f"fused is {arguments['fused']!r} and tp_size is {size} with parallel_mode='row'; "
-                "expected fused=None, because a rank has no whole rows"
-            )
-        name = {"column": "out_features", "row": "in_features"}.get(mode, "")
-        if is_shared:
-            if arguments[name] % size:
-                raise ValueError(
-                    f"{name} is {arguments[name]} and tp_size is {size}; "
-                    f"expected a multiple of {size}"
-                )
-            setattr(self, name, arguments[name] // size)
-        self._is_shared = is_shared
-        _check_collectives(arguments, is_shared=is_shared)
 
     def reset_parameters(self) -> None:
         """Sets the first values and the attributes of the parameters.
@@ -477,27 +462,10 @@ class LayerNormLinear(LinearLayer):
         return ", ".join(parts)
 
 
-def _check_choices(arguments: Mapping[str, Any]) -> None:
-    check_choice("normalization", arguments["normalization"], NORMALIZATIONS)
-    check_choice("parallel_mode", arguments["parallel_mode"], MODES)
-    check_flags(**{name: arguments[name] for name in FLAGS})
-    check_fused(arguments["fused"], return_layernorm_output=arguments["return_layernorm_output"])
-    modes.check_placement(arguments["device"], arguments["params_dtype"], "params_dtype")
-    for name in ("in_features", "out_features", "tp_size"):
-        check_int(name, arguments[name], 1)
-    for name in ("init_method", "get_rng_state_tracker"):
-        if (value := arguments[name]) is not None and not callable(value):
-            raise TypeError(f"{name} is {shown(value)}; expected a function or None")
-
-
-def _check_collectives(arguments: Mapping[str, Any], *, is_shared: bool) -> None:
-    """Raises ValueError for an unknown symmetric_ar_type, and warns of what has no effect here."""
-    kind = arguments["symmetric_ar_type"]
-    check_choice("symmetric_ar_type", kind, (None, *ALL_REDUCES))
-    idle = [name for name in WITHOUT_EFFECT if is_shared and arguments[name]]
-    if idle:
-        warnings.warn(
-            f"{', '.join(idle)} has no effect: collectives are those of tp_group, which run beside "
-            "products where they can",
-            stacklevel=4,
+def _share(features: int, size: int, name: str) -> int:
+    """The features of each rank."""
+    if features % size:
+        raise ValueError(
+            f"{name} is {features} and tp_size is {size}; expected a multiple of {size}"
         )
+    return features // size

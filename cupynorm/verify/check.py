@@ -56,12 +56,11 @@ def check(
         >>> cupynorm.check(shapes=[(4, 64)], on="cpu").ok
         True
 
-    On your arrays: input [..., num_cols] of any library, weight and bias [num_cols] or None, dy of
-    input's shape or None for random values, in the dtypes of the kernels.
-    Without input, on random arrays with weight and bias, in every combination of shapes
-    (num_rows, num_cols) and dtypes. A few rows have a mean far above their spread, or a variance as
-    small as eps. Each case is run again with a NaN in one row. The default shapes are (64, 768),
-    and plain rows of (61, 769) and (7, 8195), which usual tiles do not divide.
+    input, weight, bias, dy: your arrays, [..., num_cols] and [num_cols], in the dtypes of the
+        kernels; None for no weight or bias and a random dy.
+    Without input: random arrays of every shape (num_rows, num_cols) and dtype. A few rows have a
+    mean far above their spread, or a variance as small as eps, and each case runs again with a NaN.
+    Default shapes are (64, 768), and plain rows of (61, 769) and (7, 8195), for tiles' ends.
 
     norm: "layer_norm", "rms_norm" or both. launch: one or several; None leaves the choice to
     dispatch. on: "gpu", "cpu" for the same kernels on the CPU, or None for a GPU if there is one.

@@ -99,6 +99,7 @@ def test_a_result_left_unwritten_fails(monkeypatch, capsys):
     assert code == 1 and "OFF: dx nan" in out
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
     def fails(problem, where):
@@ -124,51 +125,29 @@ def test_interrupted(monkeypatch, capsys):
 @needs_compiler
 @pytest.mark.slow
 def test_files(tmp_path):
-    torch = pytest.importorskip("torch")
-    layer = shipped()[0]
-    tensors = {
-        name: getattr(layer, name)[..., :384].astype(np.float32)
-        for name in ("x", "dy", "weight", "bias")
-    }
-    np.save(tmp_path / "one.npy", tensors["x"][:1])
+    """In their own dtypes; of a large one some rows."""
+    layer, generator = shipped()[0], np.random.default_rng(0)
+    tensors = {name: getattr(layer, name).astype(np.float32) for name in ("x", "weight", "bias")}
+    np.save(tmp_path / "one.npy", tensors["x"].astype(np.float16))
     np.savez(tmp_path / "two.npz", **tensors, ids=np.arange(3))
-    torch.save({"three": torch.from_numpy(tensors["x"][:1]).bfloat16()}, tmp_path / "three.pt")
-    safetensors = pytest.importorskip("safetensors.numpy")
-    safetensors.save_file({"x": tensors["x"][:1].astype(np.float16)}, tmp_path / "four.safetensors")
+    np.save(tmp_path / "large.npy", generator.standard_normal((3000, 768)).astype(np.float32))
     result = run("check", *sorted(tmp_path.iterdir()), "--on", "cpu")
     assert result.returncode == 0, result.stdout + result.stderr
-    for name in ("one, 1 x 384", "two, 1 x 384", "three/three, 1 x 384", "four, 1 x 384"):
+    for name in ("one, 1 x 384", "two, 1 x 384", "large, 1365 of 3000 x 768"):
         assert result.stdout.count(name) == 2  # both norms
-    assert "two.npz: ids is left out" in result.stdout and "layer5_output" not in result.stdout
-    for dtype in ("float16", "bfloat16", "float32"):
-        assert dtype in result.stdout
+    assert "layer5_output" not in result.stdout
+    assert re.search("rows x columns +float16 +float32\n", result.stdout)
     assert run(tmp_path / "one.npy", "--on", "cpu").returncode == 0  # "check" may be left out
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_large_files_are_sampled(tmp_path):
-    np.save(
-        tmp_path / "large.npy",
-        np.random.default_rng(0).standard_normal((3000, 768)).astype(np.float32),
-    )
-    result = run(tmp_path / "large.npy", "--on", "cpu")
-    assert result.returncode == 0 and "large, 1365 of 3000 x 768" in result.stdout
 
 
 @needs_compiler
 def test_files_that_cannot_be_read(refused, tmp_path):
-    assert "there is no file" in refused(tmp_path / "none.npy", "--on", "cpu")
-    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
-    assert "is not a readable .npy file: Object arrays" in refused(
-        tmp_path / "objects.npy", "--on", "cpu"
-    )
+    assert "none.npy: No such file" in refused(tmp_path / "none.npy", "--on", "cpu")
+    assert refused(tmp_path / "\x1b]0;owned\x07\n.npy").isprintable()
     np.save(tmp_path / "ids.npy", np.arange(4))
     assert "have no array of floats; expected at least one" in refused(
         tmp_path / "ids.npy", "--on", "cpu"
     )
-    (tmp_path / "weights.bin").write_bytes(b"")
-    assert "ends in one of .npy" in refused(tmp_path / "weights.bin", "--on", "cpu")
 
 
 def test_without_a_compiler(refused, monkeypatch, tmp_path):

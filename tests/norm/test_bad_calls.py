@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cupynorm
-from cupynorm import functors
+from cupynorm import functors, recipes, types
 
 torch = pytest.importorskip("torch")
+HOMES = cupynorm, recipes, types
 PACKAGE = Path(cupynorm.__file__).parent
 REFUSALS = ValueError, TypeError, NotImplementedError, cupynorm.MissingLibraryError
 SETTINGS = settings(
@@ -175,7 +176,7 @@ def entries() -> dict:
         "Tile": {"pack_size": 8, "threads_per_row": 32},
         "Device": vars(cupynorm.DEVICES["A100"]),
     }.items():
-        made = getattr(cupynorm, name)
+        made = next(getattr(each, name) for each in HOMES if hasattr(each, name))
         found[name] = made, partial(usual, made, **given)
     return found | {
         "fp8_autocast": (autocast, lambda: {"enabled": True, "recipe": None, "group": None}),
