@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .options import shown
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
@@ -48,7 +50,7 @@ def _check(recipe: Any, **allowed: tuple[bool, type[Exception], str]) -> None:
     allowed["fp8_format"] = form, TypeError, "Format.E4M3 or Format.HYBRID"
     for name, (is_right, error, expected) in allowed.items():
         if not is_right:
-            raise error(f"{name} is {getattr(recipe, name)!r}; expected {expected}")
+            raise error(f"{name} is {shown(getattr(recipe, name))}; expected {expected}")
 
 
 def _is_number(value: object) -> bool:
@@ -105,7 +107,7 @@ class DelayedScaling:
         of_amax, of_scale = self.amax_compute_algo, self.scaling_factor_compute_algo
         is_finite = _is_number(margin) and -math.inf < margin < math.inf
         is_int = isinstance(length, numbers.Integral) and not isinstance(length, bool)
-        is_algo = callable(of_amax) or of_amax in ("max", "most_recent")
+        is_algo = callable(of_amax) or str(of_amax) in ("max", "most_recent")
         names = "'max', 'most_recent' or a callable"
         is_formula = of_scale is None or callable(of_scale)
         is_bool = isinstance(self.reduce_amax, bool)
