@@ -138,7 +138,7 @@ def layer_norm(
     out: an array for y, or (y, sum), of the input's shape with contiguous rows. y may be the input
         and sum the residual, in place. Else they share no memory with what is read.
     out_dtype: dtype of y, by default the input's. With a cupynorm.Quantize (or the name of its
-        dtype) y is a cupynorm.QuantizedTensor, whose dequantize() gradients flow through.
+        dtype) y is a cupynorm.types.QuantizedTensor, whose dequantize() gradients flow through.
     fuse: a functor, or a tuple of them in their order (cupynorm.functors, cupynorm.functor). Those
         on x apply before the residual is added, those on y before y is rounded.
     launch: a cupynorm.Launch. None: the width of a row decides.

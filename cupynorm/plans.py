@@ -188,27 +188,19 @@ def use_tiles(path: str | Path | None) -> None:
         >>> cupynorm.plan(4096, device="H200").strategy
         'block'
 
-    path: a .csv of ranges of widths, for all GPUs of this machine; docs/dispatch.md has its
-    columns. None removes the file in use.
+    path: a .csv of ranges of widths, for all GPUs of this machine, or for any device without a GPU;
+        docs/dispatch.md has its columns. None removes the file in use.
 
-    Other problems, and calls whose Launch has a strategy or a tile, keep theirs. plan() shows where
-    a tile comes from. Results keep the same error bounds, repeat to the bit, and do not depend on
-    the batch. Between two files their last bits may differ.
-
-    Do not call it while another thread is in a call of this library: that call may keep its old
-    tile. A captured CUDA graph and a recorded autograd graph keep their tiles.
+    Other problems, and calls whose Launch has a strategy or a tile, keep theirs. Results keep their
+    error bounds; their last bits may differ. Do not call it while another thread is in a call of
+    this library. A captured CUDA graph and a recorded autograd graph keep their tiles.
 
     Raises OSError if the file cannot be read, and ValueError, without a change, if it is no such
-    file. Without any GPU it is for any device, for plan(device=).
+    file.
     """
     rows = None
     if path is not None:
         path = Path(path)
-        if path.suffix == ".json":
-            raise ValueError(
-                f"{path} is a table of an earlier version; expected a .csv, which "
-                "python -m cupynorm tune writes"
-            )
         try:
             rows = read_rows(path)
         except (KeyError, TypeError, ValueError) as error:

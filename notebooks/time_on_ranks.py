@@ -165,7 +165,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if ON_GPUS else "CPU processes"
     say(f"{distributed.get_world_size()} x {name}, torch {torch.__version__}, {DTYPE}")
     say("ms: forward, forward and backward; rows x in_features x out_features, sequence parallel")
-    recipe = cupynorm.DelayedScaling(amax_history_len=2)
+    recipe = cupynorm.recipes.DelayedScaling(amax_history_len=2)
     for shape in SHAPES:
         for mode in MODES:
             time_products(mode, shape, None)

@@ -176,17 +176,3 @@ def record_launches(kernels: list, monkeypatch: pytest.MonkeyPatch) -> Callable[
         return launched
 
     return record
-
-
-@pytest.fixture
-def load_checkpoint(tmp_path: Path) -> Callable:
-    """load(saver, loader): one module's state by torch.distributed.checkpoint into another one."""
-    from torch.distributed import checkpoint
-
-    def load(saver, loader) -> None:
-        checkpoint.save({"model": saver.state_dict()}, checkpoint_id=tmp_path)
-        state = {"model": loader.state_dict()}
-        checkpoint.load(state, checkpoint_id=tmp_path)
-        loader.load_state_dict(state["model"])
-
-    return load

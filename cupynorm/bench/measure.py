@@ -26,6 +26,7 @@ import torch
 from ..gpu import launch, nvrtc
 from ..gpu.nvrtc import environment, has_gpu
 from ..nn import modules
+from ..nn.enable import enabled
 from ..plans import plan
 from .cells import COPY, EPS, OURS, Cell, LinearCell, cells
 from .peers import (
@@ -215,10 +216,14 @@ def host(
             x = tensors.x.detach().requires_grad_(record)
             calls[f"{library}.{kind}"] = partial(module.requires_grad_(record), x)
         case = f"{norm} {num_rows} x {num_cols} {dtype}, forward"
-        found[case + ", recorded" * record] = host_times(calls, rounds, wait)
+        timed = {case + ", recorded" * record: calls}
         if record:
             both = {name: partial(_both, call, tensors.x) for name, call in calls.items()}
-            found[f"{case} and backward"] = host_times(both, rounds, wait)
+            timed[f"{case} and backward"] = both
+        for case, calls in timed.items():
+            found[case] = host_times(calls, rounds, wait)
+            with enabled():  # torch's module, on our kernels
+                found[case] |= host_times({"enabled": calls[f"nn.{name}"]}, rounds, wait)
     return found
 
 

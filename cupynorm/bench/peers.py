@@ -20,10 +20,10 @@ import torch
 from torch.nn import functional
 
 from .. import functional as ours
-from .. import reference
+from .. import recipes, reference
 from ..dispatch.problem import cols_of_scale
 from ..dtypes import EIGHT_BITS, compute_dtype
-from ..nn import quantization, recipes
+from ..nn import quantization
 from ..nn.scales import fp8_autocast
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Launch, Quantize

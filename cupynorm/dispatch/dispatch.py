@@ -66,11 +66,6 @@ def _forced_tile(problem: Problem, device: Device, strategy: str, tile: Tile | N
             f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} "
             f"or later; {device.name} has {device.compute_capability / 10:.1f}"
         )
-    if strategy == "cluster" and not device.clusters:
-        raise ValueError(
-            "strategy 'cluster' needs 2 multiprocessors for a cluster; "
-            f"{device.name} has {device.num_sms}"
-        )
     if tile is not None:
         tile = tile.of_strategy(strategy)
         check_tile(problem, strategy, tile, device)

@@ -46,12 +46,8 @@ class Functor:
     its arrays, numbers and seeds binds them, in this order or by name. It raises TypeError for a
     name that is missing or unknown.
 
-    name: what errors call it. arrays, numbers, seeds, per_row: the names of what a call binds.
-    lines, backward: the CUDA of the function and of its gradient; backward is None without one.
-    origin: what messages of the compiler call the lines.
-    reference, torch: the same function in NumPy and of torch tensors, or None. Functors with the
-        same lines are equal whatever these are.
-    multiple_of: what divides the columns of a row.
+    origin: what messages of the compiler call the lines. Functors with the same lines are equal
+    whatever reference and torch are.
     """
 
     name: str
@@ -251,15 +247,11 @@ def functor(
     rounded. Lines about x apply to each element of the input, before a residual is added. They
     assign y (or x), and see as local variables:
 
-    y (or x): the element, in the compute type C: float, or double for float64 tensors.
-    each name of `arrays`, of type C: the array's element at the same row and column.
-    each name of `numbers`, of type C. Each name of `seeds`: const long long.
-    row, col, num_cols: long long; the row and column after flattening, and the row's length.
+    y (or x), and each name of `arrays` and `numbers`: of the compute type C, which is float, or
+        double for float64 tensors. Write C(0.5): a double literal makes a GPU compute in double.
+    row, col, num_cols: long long, after flattening. Each name of `seeds`: const long long.
     y_at(col), x_at(col): the element at another column of the same row, before the lines.
     random_word(seed, row, col): unsigned, 32 random bits, as cupynorm.functors.dropout uses them.
-
-    Write C(0.5) rather than 0.5: a double literal makes a GPU compute in double. exp, log, tanh,
-    erf, sqrt and other functions of CUDA's mathematics are overloaded for C.
 
     name: an identifier, which errors show.
     lines: the CUDA, or a pathlib.Path of a file that holds it.
@@ -269,22 +261,21 @@ def functor(
     per_row: those of arrays that have the input's shape without normalized_shape.
     seeds: names of seeds. Each is bound to an int, an int64 array of one element on the input's
         device, or None: each call then draws one there, without a sync, and keeps it for backward.
-    multiple_of: rows of another number of columns are refused. For lines that read other columns,
-        which must be those of the row: nothing else checks them.
+    multiple_of: rows of another number of columns are refused. Nothing else checks the columns that
+        lines read.
     backward: lines for the derivative. They get dy (or dx), the gradient of the functor's result,
         and leave in it the gradient of its argument. They may set d<name> for each array, which is
-        0 otherwise, and may read y and all of the above. Lines about y may read dy_at(col), the
-        gradient of the result at another column. In lines about x each element may depend on its
-        own column alone. The gradient of a broadcast array is the sum over its repeats: the kernel
-        writes every term in the compute dtype, and the array's library adds them.
-    reference: a Python function of float64 NumPy arrays that computes the same, for tests:
+        0 otherwise, and may read y and all of the above. Lines about y may read dy_at(col). In
+        lines about x each element may depend on its own column alone. The array's library adds up
+        the gradient of a broadcast array, of which the kernel writes every term.
+    reference: the same of float64 NumPy arrays, for tests and host arrays:
         reference(y, **arrays, numbers and seeds), with y of shape [num_rows, num_cols].
-    torch: the same of torch tensors, with y of shape [..., num_cols]. torch.compile, torch.export,
-        transforms and second derivatives use it.
+    torch: the same of torch tensors, with y of shape [..., num_cols], for torch.compile,
+        torch.export, transforms and second derivatives.
 
-    Returns a cupynorm.Functor. Raises ValueError for names that do not fit, TypeError for lines of
-    another type, and cupynorm.FunctorError, a ValueError, for lines about both x and y, or neither.
-    Lines that do not compile raise it at the call that uses them.
+    Returns a cupynorm.types.Functor. Raises ValueError for names that do not fit, TypeError for
+    lines of another type, and cupynorm.FunctorError, a ValueError, for lines about both x and y, or
+    neither. Lines that do not compile raise it at the call that uses them.
     """
     kinds = {"arrays": arrays, "numbers": numbers, "seeds": seeds, "per_row": per_row}
     for kind, names in kinds.items():

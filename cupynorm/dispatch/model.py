@@ -527,6 +527,11 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         raise ValueError(f"tile {misfit}")
 
 
+def fits(problem: Problem, strategy: str, tile: Tile, device: Device) -> bool:
+    """Whether check_tile would raise nothing."""
+    return not any(_misfits(problem, strategy, tile, device))
+
+
 def check_path(strategy: str, tile: Tile) -> None:
     """Raise a ValueError if the path does not fit the strategy, or the counts the path."""
     for misfit in _misfits_of_path(strategy, tile):

@@ -269,27 +269,27 @@ def _inspect(version: Version, planned: Plan, folder: Path | None) -> None:
             return
         version.registers.append(used.registers)
         version.spilled_bytes.append(used.spill_store_bytes)
-        version.instructions.append(num_instructions(cubin))
+        version.instructions.append(sum(instructions_of(cubin).values()))
 
 
-def num_instructions(cubin: bytes) -> int:
-    """Machine instructions of the kernel in a cubin, without the padding at its end.
+def instructions_of(cubin: bytes) -> dict[str, int]:
+    """Machine instructions of each kernel of a cubin, without the padding at its end.
 
-    A cubin is an ELF file of 64 bits. Code is in sections .text.*; since sm_70 an instruction has
-    16 bytes, and NOP begins with 0x7918.
+    A cubin is an ELF file of 64 bits. The code of a kernel is in section .text.NAME; since sm_70 an
+    instruction has 16 bytes, and NOP begins with 0x7918.
     """
     (first,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, first + size * at) for at in range(count)]
-    names = sections[names_at][4]
-    total = 0
+    names, found = sections[names_at][4], {}
     for name, _, _, _, code, num_bytes in sections:
         start = names + name
-        if cubin[start : cubin.index(b"\0", start)].startswith(b".text."):
+        text = cubin[start : cubin.index(b"\0", start)].decode()
+        if text.startswith(".text."):
             while num_bytes and cubin.startswith(_NOP, code + num_bytes - 16):
                 num_bytes -= 16
-            total += num_bytes // 16
-    return total
+            found[text.removeprefix(".text.")] = num_bytes // 16
+    return found
 
 
 # The sources.

@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import modes, private, quantization, scales
+from ..nn import modes, quantization, scales
 from ..nn.modes import name_of
 from ..nn.quantization import Factor
-from ..nn.recipes import (
+from ..nn.scales import Scales
+from ..norm.quantized import QuantizedTensor
+from ..norm.request import Quantization
+from ..recipes import (
     BLOCK_SIZE,
-    E4M3,
     LARGEST_FLOAT32,
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Recipe,
 )
-from ..nn.scales import Scales
-from ..norm.quantized import QuantizedTensor
-from ..norm.request import Quantization
 from .operands import as_rows, join, sum_rows
 
 # Tensors that have a scale, in TransformerEngine's order.
@@ -51,14 +50,12 @@ class Quantizers:
 
     states: "forward" and "backward", kept by the layer, for DelayedScaling.
     keeps_amaxes: whether the amaxes of this forward are kept.
-    forward_scale, backward_scale: used instead of the states' scales: by a forward that is run
-    again, and by a second backward after the step of the first has ended.
+    forward_scale: used instead of the state's scales, by a forward that is run again.
     """
 
     def __init__(self, recipe: Recipe, states: dict[str, Scales], keeps_amaxes: bool) -> None:
         self.recipe, self.states, self.keeps_amaxes = recipe, states, keeps_amaxes
         self.forward_scale: Tensor | None = None
-        self.backward_scale: Tensor | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
@@ -70,8 +67,6 @@ class Quantizers:
             return None
         if name in BACKWARD:
             state, at = self.states["backward"], BACKWARD.index(name)
-            if self.backward_scale is not None:
-                return (self.backward_scale[at : at + 1], None)
             return (state.scale[at : at + 1], state.amax(at))
         state, at = self.states["forward"], FORWARD.index(name)
         scale = state.scale if self.forward_scale is None else self.forward_scale
@@ -213,38 +208,16 @@ def transposed_factor(quantized: QuantizedTensor) -> Factor:
     return Factor(quantized.transposed, scale_inv, quantized.block_rows, quantized.block_cols)
 
 
-def quantizers_of_backward(ctx: Any, quantizers: Quantizers | None) -> Quantizers | None:
-    """Those of a node's backward, which may run for some gradients now and for others later.
-
-    Where a step has ended in between, the second one has the scale of the first, and records no
-    amax again. ctx: of the node, with first_backward, which is None at the beginning.
-    """
-    if quantizers is None or not isinstance(quantizers.recipe, DelayedScaling):
-        return quantizers
-    state = quantizers.states["backward"]
-    if ctx.first_backward is None:
-        if private.keeps_graph():  # this backward may run again
-            ctx.first_backward = state.num_steps, state.scale.clone()
-        return quantizers
-    num_steps, scale = ctx.first_backward
-    if num_steps == state.num_steps:
-        return quantizers
-    quantizers = copy.copy(quantizers)
-    quantizers.backward_scale = scale
-    return quantizers
-
-
-class Fp8State:
+class LinearState(scales.Fp8State):
     """What a linear layer keeps of its calls inside cupynorm.fp8_autocast.
 
-    scales: of DelayedScaling, "forward" and "backward".
     weight: the quantised weight that is_first_microbatch shares, behind its recipe and
         modes.stream_of.
-    slot: for scales.py. kind: what the layer's twins on other ranks share with it.
     """
 
     def __init__(self, kind: str, kept: dict[str, Scales] | None = None) -> None:
-        self.scales, self.slot = dict(kept or {}), scales.new_slot(kind)
+        extents = {"forward": len(FORWARD), "backward": len(BACKWARD)}
+        super().__init__(kind, extents, kept, warns=True)
         self.weight: tuple[Recipe, tuple | None, QuantizedTensor] | None = None
 
     def quantizers(self, recipe: Recipe, device: torch.device, *, keeps_amaxes: bool) -> Quantizers:
@@ -255,9 +228,8 @@ class Fp8State:
         """
         if not isinstance(recipe, DelayedScaling):
             return Quantizers(recipe, self.scales, keeps_amaxes)
-        names = {"forward": FORWARD, "backward": BACKWARD}
-        for (name, tensors), dtype in zip(names.items(), recipe.fp8_format.value):
-            dtypes = (dtype,) * len(tensors)
+        for (name, extent), dtype in zip(self.extents.items(), recipe.fp8_format.value):
+            dtypes = (dtype,) * extent
             self.scales[name] = scales.scales_for(
                 self.scales.get(name), dtypes, recipe, device, keeps_amaxes=keeps_amaxes
             )
@@ -267,7 +239,7 @@ class Fp8State:
 
     def begin(self, region: scales.Region, recipe: Recipe, device: torch.device) -> Quantizers:
         """The quantizers of a call. Its scales are updated when the outermost region ends."""
-        keeps = torch.is_grad_enabled() and not scales.runs_again() and not modes.learns_shapes()
+        keeps = scales.keeps_amaxes()
         quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
         if isinstance(recipe, DelayedScaling) and scales.runs:
             quantizers.forward_scale = scales.kept(quantizers.states["forward"].scale.clone)
@@ -309,24 +281,9 @@ class Fp8State:
         return quantized
 
     def move(self, function: Callable[[Tensor], Tensor]) -> None:
-        """As torch.nn.Module._apply moves a layer."""
-        moved = {name: scales.moved(state, function) for name, state in self.scales.items()}
-        self.scales = {name: state for name, state in moved.items() if state is not None}
+        super().move(function)
         self.weight = None
 
     def load(self, packed: Any) -> None:
-        """Takes what scales.pack(scales) returned. Raises ValueError for that of another layer."""
-        loaded, kept = scales.unpack(packed), self.scales
-        for name, (scale, _) in loaded.items():
-            tensors = {"forward": FORWARD, "backward": BACKWARD}.get(name)
-            if tensors is None or len(scale) != len(tensors):
-                raise ValueError(
-                    f"the fp8 state has {name} of {len(scale)} tensors; expected forward of "
-                    f"{len(FORWARD)} and backward of {len(BACKWARD)}"
-                )
-        self.scales = {}
-        for name, (scale, amax_history) in loaded.items():
-            dtypes = (E4M3,) * len(scale)
-            state = kept.get(name) or Scales(dtypes, len(amax_history), scale.device)
-            state.load(scale, amax_history)
-            self.scales[name] = state
+        super().load(packed)
+        self.weight = None

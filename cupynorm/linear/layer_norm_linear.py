@@ -20,7 +20,6 @@ from ..gpu.arrays import type_in_words
 from ..nn import autograd, by_torch, modes
 from ..nn.modes import name_of, product_dtype
 from ..norm.quantized import QuantizedTensor
-from .fp8_products import quantizers_of_backward
 from .operands import (
     LinearOptions,
     Operands,
@@ -74,15 +73,12 @@ def layer_norm_linear(
     return_normalized: also return the normalised tensor.
     return_residual: also return input + residual (the input itself without a residual).
     save_normalized: keep the normalised tensor for the gradient of weight. By default backward
-        recomputes it, so that only the input and two numbers a row are kept: in bfloat16 2 bytes
-        an element instead of 4. The kernel of the input's gradient writes it, equal to that of
-        forward except for the last bits of its mean.
+        recomputes it, equal but for the last bits of its mean: in bfloat16 2 bytes an element are
+        kept instead of 4.
     fused: None takes one kernel for the norm and the product where it is measured to be faster and
-        as exact, and keeps no memory for it: cupynorm.dispatch.product_plan.choose says why or why
-        not. "plain" takes a norm and a product after it. "kernel" names the kernel, in 16 bits on a
-        GPU of compute capability 9.0. The normalised tensor then never exists. Its limits:
-        cupynorm.dispatch.product_plan.why_not; for few rows, why_not_few. Other calls take the
-        plain path. Numerics: cupynorm.linear.one_kernel.
+        as exact (cupynorm.dispatch.product_plan.choose), "plain" a norm and a product after it.
+        "kernel" names the kernel, in 16 bits on a GPU of compute capability 9.0, within the limits
+        of cupynorm.dispatch.product_plan.why_not and why_not_few; other calls take the plain path.
 
     Returns y of shape (..., out_features), of input's dtype, or (y, normalized, sum) with those
     that were requested. It is differentiable in every tensor, any number of times. Under
@@ -92,22 +88,9 @@ def layer_norm_linear(
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
     options that do not fit.
     """
-    return _call(
-        "layer_norm",
-        input=input,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        weight=weight,
-        bias=bias,
-        eps=eps,
-        residual=residual,
-        return_normalized=return_normalized,
-        return_residual=return_residual,
-        zero_centered_weight=zero_centered_weight,
-        save_normalized=save_normalized,
-        fused=fused,
-        sm_margin=sm_margin,
-    )
+    operands = _operands("layer_norm", input, residual, norm_weight, norm_bias, weight, bias)
+    options = zero_centered_weight, return_normalized, save_normalized, fused, sm_margin
+    return _call(True, operands, eps, options, return_residual)
 
 
 def rms_norm_linear(
@@ -139,53 +122,38 @@ def rms_norm_linear(
     Returns y [..., out_features], or a tuple that begins with it, as layer_norm_linear, and raises
     as it.
     """
-    return _call(
-        "rms_norm",
-        input=input,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        weight=weight,
-        bias=bias,
-        eps=eps,
-        residual=residual,
-        return_normalized=return_normalized,
-        return_residual=return_residual,
-        zero_centered_weight=zero_centered_weight,
-        save_normalized=save_normalized,
-        fused=fused,
-        sm_margin=sm_margin,
-    )
+    operands = _operands("rms_norm", input, residual, norm_weight, norm_bias, weight, bias)
+    options = zero_centered_weight, return_normalized, save_normalized, fused, sm_margin
+    return _call(False, operands, eps, options, return_residual)
 
 
-def _call(
-    norm: str,
-    *,
-    input: Any,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    return_residual: bool,
-    sm_margin: int | Mapping[str, int],
-    **options: Any,
-) -> Any:
-    """norm: the function's name. options: fields of LinearOptions."""
+def _operands(norm: str, input: Any, *others: Tensor | None) -> Operands:
+    """norm: the function's name. others: residual, norm_weight, norm_bias, weight, bias."""
     if not isinstance(input, Tensor):
         raise TypeError(
             f"input is {type_in_words(input)}; expected a torch tensor. For other arrays call "
             f"{norm}, and multiply by weight.T with @"
         )
-    biases = () if bias is None else (bias,)
-    operands = Operands(input, residual, norm_weight, norm_bias, (weight,), biases)
-    options["save_normalized"] = options["save_normalized"] and not is_fused(options["fused"])
-    options["zero_centered_weight"] = bool(options["zero_centered_weight"])
-    launch, dtype = launch_of(sm_margin), product_dtype(input)
-    options = LinearOptions(norm == "layer_norm", launch=launch, dtype=dtype, **options)
+    *others, weight, bias = others
+    return Operands(input, *others, (weight,), () if bias is None else (bias,))
+
+
+def _call(centered: bool, operands: Operands, eps: Any, given: tuple, return_residual: bool) -> Any:
+    zero_centered_weight, return_normalized, save_normalized, fused, sm_margin = given
+    options = LinearOptions(
+        centered,
+        eps,
+        bool(zero_centered_weight),
+        return_normalized,
+        save_normalized and not is_fused(fused),
+        fused,
+        launch_of(sm_margin),
+        product_dtype(operands.input),
+    )
     y, normalized, added = normalize_and_project(Products(options), operands)
-    if not options.return_normalized and not return_residual:
+    if not return_normalized and not return_residual:
         return y
-    results = (normalized,) if options.return_normalized else ()
+    results = (normalized,) if return_normalized else ()
     return y, *results, *((added,) if return_residual else ())
 
 
@@ -208,8 +176,6 @@ def normalize_and_project(
         run = torch.compiler.disable(normalize_and_project)
         return run(products, operands, sink, weight, given)
     options, sharding = products.options, products.sharding
-    if operands.input.is_nested and products.is_alone:
-        return _of_nested(products, operands, sink, weight)
     check_call(operands, options)
     if not products.is_alone:
         sharding.check_plain(operands)
@@ -240,16 +206,6 @@ def check_call(operands: Operands, options: LinearOptions) -> None:
         return  # torch's operations check shapes, and the tracer warns of each look at one
     if not fits(operands):
         check(operands, is_cast=modes.in_autocast(operands.input))
-
-
-def _of_nested(products: Products, operands: Operands, sink, weight) -> tuple:
-    """Of a jagged input: its rows are one dense tensor."""
-    packing = by_torch.Packing(operands.input, 1)
-    packed = {"input": packing.values(operands.input, "input")}
-    if operands.residual is not None:
-        packed["residual"] = packing.values(operands.residual, "residual")
-    operands = operands._replace(**packed)
-    return packing.nested(normalize_and_project(products, operands, sink, weight))
 
 
 def _without_subclass(tensor: Tensor | None) -> Tensor | None:
@@ -330,7 +286,6 @@ class Projected(torch.autograd.Function):
         ctx.save_for_backward(*saved, *operands.weights, *operands.biases)
         # Without the operands, which would stay in memory.
         ctx.products, ctx.sink, ctx.num_weights = products, sink, num_weights
-        ctx.first_backward = None
         ctx.set_materialize_grads(False)
         added = None if operands.residual is None else added
         return as_result(y), as_result(normalized), added
@@ -372,11 +327,6 @@ def _gradients(ctx: Any, incoming: Incoming) -> tuple[Tensor | None, ...]:
             )
     saved, parts = Saved(*tensors[:_NUM_SAVED]), tensors[_NUM_SAVED:]
     parts = parts[: ctx.num_weights], parts[ctx.num_weights :]
-    quantizers = quantizers_of_backward(ctx, products.quantizers)
-    if quantizers is not products.quantizers:
-        products = Products(
-            products.options, products.sharding, quantizers, fp8_grad=products.fp8_grad
-        )
     with modes.outside_autocast(saved.x):  # backward() may be called inside of it
         wanted, sink = asked_for(ctx, ctx.needs_input_grad[4:], ctx.sink)
         return products.sharding.backward(products, saved, parts, incoming, wanted, sink)

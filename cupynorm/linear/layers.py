@@ -11,7 +11,6 @@ parameters.py         the parts of its parameters
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,17 +19,17 @@ from torch.nn import functional
 from ..gpu import arrays
 from ..nn import by_torch, modes, scales
 from ..nn.modes import product_dtype
-from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
+from ..recipes import DelayedScaling
 from . import parameters
-from .fp8_products import Fp8State, as_matrix, fits
+from .fp8_products import LinearState, as_matrix, fits
 from .layer_norm_linear import check_call, normalize_and_project
 from .operands import LinearOptions, Operands, as_rows, is_fused
 from .products import ONE_RANK, OneRank, Products
 from .weight_gradients import WeightGradients, WeightGradientSink
 
 
-class LinearLayer(torch.nn.Module):
+class LinearLayer(scales.KeepsScales):
     """A layer of the operands that the subclass gives to _call.
 
     The subclass sets the attributes below, in_features, out_features and use_bias, and calls
@@ -43,10 +42,9 @@ class LinearLayer(torch.nn.Module):
     bias_names: Sequence[str] = ("bias",)
     sharding: OneRank = ONE_RANK
 
-    def begin_state(self, scales: dict | None = None) -> None:
-        """Must run in the constructor. scales: those of DelayedScaling of another copy."""
+    def begin_state(self, kept: dict[str, scales.Scales] | None = None) -> None:
         kind = f"{type(self).__qualname__}({self.in_features}, {self.out_features})"
-        self._fp8, self._gradients = Fp8State(kind, scales), WeightGradients()
+        self._fp8, self._gradients = LinearState(kind, kept), WeightGradients()
         self.__dict__.setdefault("wgrad_accumulation_and_reduce_hooks", [])
 
     def weights(self) -> list[Tensor]:
@@ -141,17 +139,6 @@ class LinearLayer(torch.nn.Module):
         quantized: QuantizedTensor | None,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         """y (quantised with fp8_output) and normalized."""
-        if operands.input.is_nested:
-            if fp8_output:
-                raise NotImplementedError(
-                    "fp8_output is True and input is nested; expected fp8_output=False"
-                )
-            packing = by_torch.Packing(operands.input, 1)
-            operands = operands._replace(input=packing.values(operands.input, "input"))
-            results = self._project_in_fp8(
-                operands, region, is_first_microbatch, False, fp8_grad, quantized=quantized
-            )
-            return packing.nested(results)
         options = self.linear_options(product_dtype(operands.input))
         self._check_in_fp8(operands, options)
         recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all())
@@ -179,6 +166,10 @@ class LinearLayer(torch.nn.Module):
     def _check_in_fp8(self, operands: Operands, options: LinearOptions) -> None:
         """Raises for a call that cannot be in 8 bits, before it changes any scale."""
         _refuse_transforms(operands)
+        if operands.input.is_nested:
+            raise NotImplementedError(
+                "input is nested inside fp8_autocast; expected input.values(), its rows"
+            )
         if modes.is_recorded():
             raise NotImplementedError(
                 "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "
@@ -249,43 +240,18 @@ class LinearLayer(torch.nn.Module):
             for parameter in (*self.weights(), *self.biases()):
                 parameter.skip_backward_post_hook = True
 
-    def get_extra_state(self) -> Tensor:
-        """The state of delayed scaling as bytes, without pickle.
-
-        An empty uint8 tensor where there is none.
-        """
-        return scales.pack(self._fp8.scales)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Takes what get_extra_state returned.
-
-        An empty state of TransformerEngine is accepted. Its pickle is ignored with a warning.
-        """
-        self._fp8.load(state)
-
     def _apply(self, function: Callable, recurse: bool = True) -> LinearLayer:
         super()._apply(function, recurse)
-        self._fp8.move(function)
         parameters.join_parts(self)
-        self.mark_parameters()
         return self
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        scales.complete(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._fp8.weight = None
-        self.mark_parameters()  # load_state_dict(assign=True) replaces the parameters
 
     def __getstate__(self) -> dict:
         """Without what belongs to a step of this layer alone."""
-        return self.__dict__ | {"_fp8": self._fp8.scales, "_gradients": None}
+        return super().__getstate__() | {"_gradients": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.begin_state(self._fp8)
-        self._fp8.move(lambda tensor: tensor)  # torch.load may have put them on "meta"
         parameters.join_parts(self)
-        self.mark_parameters()  # a deep copy of a parameter loses its attributes
 
 
 def _refuse_transforms(operands: Operands) -> None:
@@ -308,7 +274,7 @@ class Linear(LinearLayer, torch.nn.Linear):
 
     Examples:
         >>> norm, layer = cupynorm.RMSNorm(64), cupynorm.Linear(64, 192)
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
         ...     layer(norm(torch.randn(8, 64), fp8_output=True)).shape
         torch.Size([8, 192])
 
@@ -322,7 +288,7 @@ class Linear(LinearLayer, torch.nn.Linear):
     it returns (..., out_features). is_first_microbatch, fp8_output and fp8_grad are those of
     cupynorm.LayerNormLinear; fp8_grad rounds the gradient of the input.
 
-    input may also be a cupynorm.QuantizedTensor, such as the y of cupynorm.LayerNorm with
+    input may also be a cupynorm.types.QuantizedTensor, such as the y of cupynorm.LayerNorm with
     fp8_output=True. Its 8-bit numbers are multiplied as they are if they have the recipe's format
     and one scale, or the recipe's blocks. Otherwise they are dequantised, and quantised again. The
     gradient of the weight reads a transposed copy in 8 bits. With scales of blocks that copy is
@@ -417,13 +383,6 @@ class Linear(LinearLayer, torch.nn.Linear):
         if sink is None:
             return functional.linear(operands.input, operands.weights[0], self.bias), None
         return super()._project(operands, sink)
-
-    # State.
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not (self._fp8.scales or self.fp8_state):  # the state dict is then torch.nn's
-            del destination[f"{prefix}{scales.EXTRA_STATE}"]
 
 
 def _unpacked(

@@ -1,7 +1,7 @@
 """torch: autograd, modules, swapping the norms of a model, DTensors, fp8 recipes.
 
 autograd            a call of tensors: tells eager from traced and transformed, records it
-by_torch            what is traced or transformed, as torch operations; nested tensors, DTensors
+by_torch            what is traced or transformed, as torch operations; DTensors
 modes               what torch does with a call; dtypes by name and under torch.autocast
 modules             LayerNorm and RMSNorm
 swap                swap_norms, and how it finds out what a module computes

@@ -1,7 +1,7 @@
 """torch: layer_norm and rms_norm by torch's own operations.
 
 Our kernels run eager calls (autograd.py). What torch traces, transforms or fakes is computed here,
-so torch sees nothing but its own operations. So are the gradients of gradients. Nested tensors and
+so torch sees nothing but its own operations. So are nested tensors and the gradients of gradients.
 DTensors are taken apart here.
 """
 
@@ -21,7 +21,7 @@ from ..gpu.arrays import type_in_words
 from ..norm.checks import check_forward, dtype_name, with_seeds
 from ..norm.quantized import arranged, as_quantized_tensor, scale_shape
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, replaced
-from . import modes, private
+from . import modes
 from . import quantization as of_torch
 from .modes import arithmetic
 from .private import is_forward_mode
@@ -36,7 +36,7 @@ def takes(*tensors: object) -> bool:
         or modes.is_jit_traced() is not None  # torch.jit.trace
         or modes.is_faked()  # FakeTensorMode, make_fx, functionalisation
         or any(isinstance(each, Tensor) and each.__class__ not in modes.PLAIN for each in tensors)
-        or any(isinstance(each, Tensor) and each.is_meta for each in tensors)
+        or any(isinstance(each, Tensor) and (each.is_meta or each.is_nested) for each in tensors)
     )
 
 
@@ -52,13 +52,16 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
         refused["a functor without torch="] = operands.functors
     if modes.is_transformed() or modes.is_jit_traced() is not None:
         refused["an 8-bit out_dtype"] = options.quantization  # the result is no tensor
+    if operands.input.is_nested:
+        _check_nested(request)
     for name, given in refused.items():
         if given is not None:
             raise NotImplementedError(
                 f"{name} was given to a call that torch traces or transforms; expected a call of "
                 "plain tensors, or none"
             )
-    if not (modes.is_compiling() or modes.is_jit_traced() is not None):
+    is_unchecked = operands.input.is_nested or modes.is_jit_traced() is not None
+    if not (modes.is_compiling() or is_unchecked):  # then torch's own operations check
         operands, options = check_forward(request)
     added, functors, given = operands.input, operands.functors, operands.input.dtype
     if functors is not None:
@@ -72,6 +75,17 @@ def normalize(request: ForwardRequest) -> tuple[Tensor, Tensor]:
     dtype = torch.float32 if in_8_bits else _dtype(options.out_dtype, given)
     y = normalized_through(added, *parameters, options, dtype, functors, x_hat_dtype=given)
     return (_quantized(y, operands, options) if in_8_bits else y), added
+
+
+def _check_nested(request: ForwardRequest) -> None:
+    operands, options = request
+    if operands.input.layout is not torch.jagged:
+        raise TypeError("input is nested with layout torch.strided; expected torch.jagged")
+    for name, given in (("fuse", operands.functors), ("8-bit out_dtype", options.quantization)):
+        if given is not None:
+            raise NotImplementedError(
+                f"{name} was given and input is nested; expected input.values(), its rows"
+            )
 
 
 def has_texts(functors: Functors | None) -> bool:
@@ -147,7 +161,7 @@ def normalized(
     x_hat_dtype = given if x_hat_dtype is None else x_hat_dtype
     rounds = options.round_x_hat and x_hat_dtype.itemsize < 4
     by_rms = centered and (differentiably or modes.is_transformed())
-    writes_out = not centered and (modes.is_compiling() or modes.is_faked())
+    writes_out = not (centered or x.is_nested) and (modes.is_compiling() or modes.is_faked())
     if writes_out:  # inductor then sums and casts the gradient of a parameter in one kernel
         weight, bias = (None if each is None else each.expand(x.shape) for each in (weight, bias))
     of_all = {given, dtype, *(each.dtype for each in (weight, bias) if each is not None)}
@@ -257,85 +271,7 @@ def pull_back(
     return [next(found) if each is not None and each.requires_grad else None for each in tensors]
 
 
-# Tensors that hold tensors. A norm acts on each row alone. So it runs on the values of all
-# sequences of a jagged tensor, which are one dense tensor, and on each rank's part of a DTensor.
-
-
-def is_any_nested(*tensors: object) -> bool:
-    """Whether one of them is a nested tensor."""
-    for each in tensors:
-        if isinstance(each, Tensor) and each.is_nested:
-            return True
-    return False
-
-
-class Packing:
-    """How the rows of a nested input are packed. Takes others apart and puts results together.
-
-    num_dims: over which rows are normalised. Raises TypeError or ValueError for an input that is
-    not jagged, or whose sequences have their length in one of these dimensions.
-    """
-
-    def __init__(self, input: Tensor, num_dims: int) -> None:
-        if not input.is_nested:
-            raise TypeError(
-                "input is dense and another argument is nested; expected a nested input"
-            )
-        _check_jagged(input, "input")
-        self._input, self._ragged = input, private.ragged_dim(input)
-        if self._ragged >= input.ndim - num_dims:
-            raise ValueError(
-                f"dimension {self._ragged} of input differs between sequences; "
-                f"expected the last {num_dims}, which are normalised, to be of one size"
-            )
-        self._leading = input.shape[: self._ragged + 1]
-
-    def values(self, tensor: Tensor, name: str) -> Tensor:
-        """The rows of an argument that has one for each row of the input."""
-        if not tensor.is_nested:
-            raise TypeError(f"input is nested and {name} is dense; expected both nested")
-        _check_jagged(tensor, name)
-        if tensor.shape[: len(self._leading)] != self._leading:
-            raise ValueError(f"{name} has offsets of its own; expected the offsets of input")
-        return tensor.values()
-
-    def nested(self, results: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Results that have a row for each row of the input. None stays None."""
-        offsets, lengths, ragged = self._input.offsets(), self._input.lengths(), self._ragged
-        make = torch.nested.nested_tensor_from_jagged
-        return tuple(
-            None if each is None else make(each, offsets, lengths, jagged_dim=ragged)
-            for each in results
-        )
-
-
-def normalize_nested(
-    request: ForwardRequest, of_dense: Callable[[ForwardRequest], tuple]
-) -> tuple[Tensor, Tensor]:
-    """What of_dense returns for the values of nested operands, as nested tensors."""
-    operands, options = request
-    has_out = operands.out is not None or operands.out_sum is not None
-    if options.quantization is not None or has_out:
-        option = "out" if options.quantization is None else "8-bit out_dtype"
-        raise NotImplementedError(f"{option} was given and input is nested; expected neither")
-    packing = Packing(operands.input, len(options.extents))
-    by_row = {name: getattr(operands, name) for name in ("input", "residual")}
-    packed = {
-        name: packing.values(tensor, name) for name, tensor in by_row.items() if tensor is not None
-    }
-    functors = operands.functors
-    if functors is not None:
-        pairs = zip(functors.names(), functors.arrays())
-        packed["functors"] = functors.with_arrays(
-            [packing.values(each, name) if is_any_nested(each) else each for name, each in pairs]
-        )
-    results = of_dense(ForwardRequest(replaced(operands, **packed), options))
-    return packing.nested(results)
-
-
-def _check_jagged(tensor: Tensor, name: str) -> None:
-    if tensor.layout is not torch.jagged:
-        raise TypeError(f"{name} is nested with layout torch.strided; expected torch.jagged")
+# DTensors. A norm acts on each row alone. So it runs on each rank's part of the rows.
 
 
 def is_any_dtensor(*tensors: object) -> bool:

@@ -6,11 +6,10 @@ cupynorm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.fx import Proxy
 
 from ..dispatch.functor_text import BoundFunctor, Functors, Fuse
 from ..functional import layer_norm, rms_norm
@@ -25,16 +24,15 @@ from ..norm.request import (
     Quantization,
     checked_launch,
 )
+from ..recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
 from . import autograd, by_torch, scales
-from .modes import is_recorded, is_transformed, learns_shapes, name_of, run_untraced
-from .recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
+from .modes import is_recorded, is_transformed, name_of, run_untraced
 from .scales import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 torch.fx.wrap("_without_dropout")
-torch.fx.wrap("_as_recorded")
 torch.fx.wrap("_keeping_y")
 
 # Keywords beyond torch.nn's, with their defaults.
@@ -56,11 +54,8 @@ def calls_the_norm(module: torch.nn.Module, arguments: tuple) -> None:
     """
 
 
-class Norm(torch.nn.Module):
-    """What LayerNorm and RMSNorm have beyond torch's: more options, forward, and 8 bits.
-
-    _fp8_scales: of y with DelayedScaling, from the first such call on. _fp8_slot: for scales.py.
-    """
+class Norm(scales.KeepsScales):
+    """What LayerNorm and RMSNorm have beyond torch's: more options, forward, and 8 bits."""
 
     _centered: bool
     zero_centered_gamma: bool
@@ -69,7 +64,6 @@ class Norm(torch.nn.Module):
     memory_efficient: bool
     fp8_state: bool = False
     launch: Launch | None = None
-    _fp8_scales: scales.Scales | None = None
 
     def _set_extras(self, *values: object) -> None:
         """values: in the order of EXTRAS.
@@ -79,7 +73,11 @@ class Norm(torch.nn.Module):
         for name, value in zip(EXTRAS, values, strict=True):
             setattr(self, name, value)
         checked_launch(self.launch)
-        self._fp8_slot = scales.new_slot(type(self).__qualname__)
+        self.begin_state()
+
+    def begin_state(self, kept: dict[str, scales.Scales] | None = None) -> None:
+        kind = type(self).__qualname__
+        self._fp8 = scales.Fp8State(kind, {"y": 1}, kept, warns=False)
 
     def reset_parameters(self) -> None:
         """Sets weight to 1, or to 0 with zero_centered_gamma, and bias to 0.
@@ -91,18 +89,12 @@ class Norm(torch.nn.Module):
             torch.nn.init.zeros_(self.weight)
             if not self._forward_pre_hooks:  # it is reset for the first time
                 self.register_forward_pre_hook(calls_the_norm)
-        self._mark_parameters()
+        self.mark_parameters()
 
-    def _mark_parameters(self) -> None:
+    def mark_parameters(self) -> None:
         if self.sequence_parallel is not None:
             for parameter in self.parameters(recurse=False):
                 parameter.sequence_parallel = self.sequence_parallel
-
-    def _apply(self, function: Callable, recurse: bool = True) -> Norm:
-        super()._apply(function, recurse)
-        self._move_scales(function)
-        self._mark_parameters()  # to_empty() may have made new ones
-        return self
 
     def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias.
@@ -123,13 +115,11 @@ class Norm(torch.nn.Module):
         fuse: Fuse = (),
         **unknown: NoReturn,
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
-        if unknown.__class__ is dict and unknown:  # torch.fx gives a Proxy for it
+        if unknown:
             refuse_keywords(f"{type(self).__name__}'s call", unknown)
         if not self.training:
             fuse = _without_dropout(fuse)
-        if fp8_output.__class__ is Proxy:
-            fuse = _as_recorded(fuse, fp8_output, unknown)
-        elif fp8_output:
+        if fp8_output:
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
         if self.memory_efficient:
@@ -155,17 +145,6 @@ class Norm(torch.nn.Module):
             launch=self.launch,
         )
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._fp8_slot = scales.new_slot(type(self).__qualname__)
-        self._move_scales(lambda tensor: tensor)  # torch.load may have put them on "meta"
-        self._mark_parameters()  # a deep copy of a parameter loses its attributes
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        scales.complete(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
-
     def _get_name(self) -> str:
         """What print(model) shows."""
         return f"cupynorm.{type(self).__name__}"
@@ -174,39 +153,6 @@ class Norm(torch.nn.Module):
         values = {name: getattr(self, name) for name in EXTRAS}
         extras = [f"{name}={value}" for name, value in values.items() if value != EXTRAS[name]]
         return ", ".join([super().extra_repr(), *extras])
-
-    def _move_scales(self, function: Callable) -> None:
-        if self._fp8_scales is not None:
-            self._fp8_scales = scales.moved(self._fp8_scales, function)
-
-    def get_extra_state(self) -> torch.Tensor:
-        """The scale of y as bytes, without pickle; an empty uint8 tensor where there is none."""
-        return scales.pack({} if self._fp8_scales is None else {"y": self._fp8_scales})
-
-    def set_extra_state(self, state: Any) -> None:
-        """Takes what get_extra_state returned. Without a state, the next step is the first.
-
-        TransformerEngine's modules save an fp8 state that norms do not use. It is ignored. Raises
-        TypeError or ValueError for what no module saves.
-        """
-        states = scales.unpack(state, warns=False)
-        if not states:
-            self._fp8_scales = None
-            return
-        described = ", ".join(f"{name} of {len(scale)}" for name, (scale, _) in states.items())
-        if described != "y of 1":
-            raise ValueError(
-                f"the fp8 state is of {described} tensors; expected that of a norm, y of 1"
-            )
-        ((scale, amax_history),) = states.values()
-        if self._fp8_scales is None:
-            self._fp8_scales = scales.Scales((E4M3,), len(amax_history), scale.device)
-        self._fp8_scales.load(scale, amax_history)
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._fp8_scales is None and not self.fp8_state:  # the state dict is then torch.nn's
-            del destination[f"{prefix}{scales.EXTRA_STATE}"]
 
     def _forward_in_fp8(
         self,
@@ -236,10 +182,8 @@ class Norm(torch.nn.Module):
         recipe, kept, scale, amax = region.recipe, None, None, None
         if isinstance(recipe, DelayedScaling):  # changes nothing yet: the call may be refused
             scales.check_is_no_replica(self)
-            keeps = torch.is_grad_enabled() and not scales.runs_again() and not learns_shapes()
-            kept = scales.scales_for(
-                self._fp8_scales, (E4M3,), recipe, input.device, keeps_amaxes=keeps
-            )
+            keeps, former = scales.keeps_amaxes(), self._fp8.scales.get("y")
+            kept = scales.scales_for(former, (E4M3,), recipe, input.device, keeps_amaxes=keeps)
             scale = scales.kept(kept.scale.clone) if scales.runs else kept.scale
             amax = kept.amax(0) if keeps else None
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
@@ -268,9 +212,9 @@ class Norm(torch.nn.Module):
         )
         y, added = autograd.normalize(ForwardRequest(norm_operands, norm_options))
         if kept is not None:
-            self._fp8_scales = kept
+            self._fp8.scales["y"] = kept
         if amax is not None:
-            region.used[self._fp8_slot, 0] = scales.UsedScales(kept, recipe, region.group)
+            region.used[self._fp8.slot, 0] = scales.UsedScales(kept, recipe, region.group)
         return (y, added) if return_residual else y
 
 
@@ -284,8 +228,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         >>> norm(torch.tensor([[1.0, 2.0, 3.0, 6.0]])).detach().numpy().round(3)
         array([[-1.069, -0.535,  0.   ,  1.604]], dtype=float32)
 
-    normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's. weight and bias have
-        shape normalized_shape.
+    normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's.
 
     By keyword only:
     zero_centered_gamma: multiply by 1 + weight; weight is initialised to 0.
@@ -293,27 +236,22 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     sequence_parallel: unless None, parameters get it as an attribute of that name, for frameworks
         that reduce their gradients.
     round_x_hat: as for cupynorm.layer_norm.
-    memory_efficient: keep y for backward instead of the normalised row, as apex's norms do, which
-        saves memory where y is kept anyway. Backward takes x_hat = (y - bias) / weight, less
-        exactly for small weights (docs/calls.md). It goes with neither fp8_output nor fuse.
-    fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale,
-        as torch.distributed.checkpoint needs it to load one.
+    memory_efficient: keep y for backward instead of the normalised row, as apex's norms do:
+        docs/calls.md. It goes with neither fp8_output nor fuse.
+    fp8_state: True puts `_extra_state` into the state dict from the start, as
+        torch.distributed.checkpoint needs it to load a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape, it returns y
     of input's shape and dtype, or (y, input + residual) with return_residual=True. Under CUDA's
-    autocast y is float32, as torch's is. fuse is as for cupynorm.layer_norm; functors named dropout
-    apply only in training mode.
+    autocast y is float32. fuse is as for cupynorm.layer_norm; functors named dropout apply only in
+    training mode.
+    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.types.QuantizedTensor by the
+        recipe, with its transposed copy where gradients are recorded and y has one scale. Its
+        dequantize() is differentiable.
 
-    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
-        forward format, and its transposed copy where gradients are recorded and y has one scale.
-        Its dequantize() is differentiable. The scale is kept by the module (DelayedScaling), or
-        from the amax of this y (CurrentScaling), or of each 128 columns (BlockScaling).
-
-    State dicts can be exchanged with torch.nn; in one of TransformerEngine `_extra_state` is
-    ignored. A module with a scale of DelayedScaling saves it under that name, as bytes without
-    pickle (torch.nn loads such a state dict with strict=False). Loading a state dict without it
-    removes the scale.
+    State dicts can be exchanged with torch.nn. A module with a scale of DelayedScaling saves it as
+    `_extra_state`, bytes without pickle. Loading a state dict without it removes the scale.
 
     Raises TypeError where both spellings are given, normalized_shape is missing or arguments come
     in TransformerEngine's order; ValueError for fp8_output=True outside of cupynorm.fp8_autocast;
@@ -402,17 +340,6 @@ def _without_dropout(fuse: Fuse) -> Fuse:
         for each in given
         if not (isinstance(each, BoundFunctor) and each.functor.name == "dropout")
     )
-
-
-def _as_recorded(fuse: Fuse, fp8_output: bool, unknown: Mapping[str, Any]) -> Fuse:
-    """fuse, in what torch.fx.symbolic_trace records of a norm that is the root."""
-    if unknown:
-        refuse_keywords("the recorded norm", unknown)
-    if fp8_output:
-        raise NotImplementedError(
-            "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
-        )
-    return fuse
 
 
 def _keeping_y(*arguments: Any) -> Any:

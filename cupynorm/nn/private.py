@@ -9,7 +9,9 @@ torch has moved one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -58,8 +60,6 @@ current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # What autograd does with a node, which only C++ can ask publicly.
 
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward
-# Whether the backward that runs may run again.
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 will_execute = torch._C._will_engine_execute_node
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -77,6 +77,26 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
+# Kernels of aten (enable.py).
+
+fused_rms_norm = getattr(torch, "_fused_rms_norm", None)  # of torch 2.9; it has no public name
+
+
+def dispatch_keys(*names: str) -> Any:
+    """The keys with which a kernel of aten is called. A kernel that asks for those of a call takes
+    0.6 us longer."""
+    sets = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names]
+    return reduce(or_, sets)
+
+
+def run_as_it_is(function: Callable) -> None:
+    """torch.compile never traces it, nor what it calls. torch.compiler.disable makes a wrapper that
+    takes host time in each call."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 # Wrappers, which have no public sign on what they wrap.
 
 
@@ -88,11 +108,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def is_flattened(parameter: torch.Tensor) -> bool:
     """Whether FullyShardedDataParallel has put it into a flat parameter."""
     return getattr(parameter, "_fsdp_flattened", False)
-
-
-def ragged_dim(nested: torch.Tensor) -> int:
-    """The dimension of a jagged tensor in which its sequences differ."""
-    return nested._ragged_idx
 
 
 def reduced_parameters() -> list[torch.Tensor]:

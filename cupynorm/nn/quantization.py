@@ -22,9 +22,9 @@ from torch.nn.functional import pad as pad_with_zeros
 from ..gpu import arrays
 from ..norm import quantized as matrix_kernels
 from ..norm.quantized import QuantizedTensor
+from ..recipes import BLOCK_SIZE, LARGEST, LARGEST_FLOAT32
 from . import private
 from .modes import arithmetic, name_of, outside_autocast
-from .recipes import BLOCK_SIZE, LARGEST, LARGEST_FLOAT32
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 

@@ -35,10 +35,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..gpu import arrays
 from ..gpu.arrays import type_in_words
 from ..norm.quantized import update_scales
+from ..recipes import E4M3, LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
 from ..table import printable
 from . import private
-from .modes import is_inside_backward, is_recomputed
-from .recipes import LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
+from .modes import is_inside_backward, is_recomputed, learns_shapes
 
 
 def either(**spellings: object) -> object:
@@ -56,7 +56,6 @@ class Scales:
 
     scale, largest: [num_tensors]. amax_history: [length, num_tensors]; row 0 is this step's, the
     other rows are those of earlier steps from the oldest to the latest.
-    num_steps: since they were made.
     """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> None:
@@ -66,7 +65,7 @@ class Scales:
             self.scale = torch.ones(len(dtypes), dtype=float32, device=device)
             self.amax_history = torch.zeros(length, len(dtypes), dtype=float32, device=device)
             self.largest = torch.tensor(largest, dtype=float32, device=device)
-        self.dtypes, self.num_steps = dtypes, 0
+        self.dtypes = dtypes
 
     def amax(self, at: int) -> Tensor:
         """A view of this step's amax of tensor `at`, one element.
@@ -78,7 +77,6 @@ class Scales:
     def update(self, recipe: DelayedScaling) -> None:
         """Ends a step: computes new scales and shifts the history by one step."""
         history = self.amax_history
-        self.num_steps += 1
         has_callable = callable(recipe.amax_compute_algo)
         has_callable = has_callable or recipe.scaling_factor_compute_algo is not None
         if has_callable or arrays.on_host(history) or not history.is_contiguous():
@@ -97,7 +95,6 @@ class Scales:
     def copied(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> Scales:
         """The same scales for other dtypes, with the latest amaxes of a history of this length."""
         made, latest = Scales(dtypes, length, device), min(length, len(self.amax_history)) - 1
-        made.num_steps = self.num_steps
         made.scale.copy_(self.scale)
         made.amax_history[0] = self.amax_history[0]
         if latest:
@@ -139,19 +136,6 @@ def updated(
     return torch.where(unused, scale, new), torch.where(unused, history, rolled)
 
 
-def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None:
-    """The scales on the device that torch.nn.Module._apply moves a module to, still float32.
-
-    None on "meta", where no state can be.
-    """
-    device = function(scales.scale).device
-    if device.type == "meta":
-        return None
-    if device == scales.scale.device:
-        return scales
-    return scales.copied(scales.dtypes, len(scales.amax_history), device)
-
-
 def check_is_no_replica(module: torch.nn.Module) -> None:
     """Raises NotImplementedError for a copy that torch.nn.DataParallel makes for one step."""
     if "_is_replica" in module.__dict__:
@@ -188,6 +172,11 @@ def scales_for(
     if not keeps_amaxes:
         dtypes, length = kept.dtypes, len(kept.amax_history)
     return kept if fits and kept.dtypes == dtypes else kept.copied(dtypes, length, device)
+
+
+def keeps_amaxes() -> bool:
+    """Whether the amaxes of a call that runs now are those of a step."""
+    return torch.is_grad_enabled() and not runs_again() and not learns_shapes()
 
 
 # Saving.
@@ -242,6 +231,98 @@ def pack(states: dict[str, Scales]) -> Tensor:
     return Packed.of(torch.cat([text, raw]))
 
 
+class Fp8State:
+    """What a layer keeps for DelayedScaling.
+
+    scales: by names, each of as many tensors as extents says. slot: of the layer: `end_step`.
+    kind: what the layer's twins on other ranks share with it. warns: of foreign states.
+    """
+
+    def __init__(
+        self, kind: str, extents: dict[str, int], kept: dict[str, Scales] | None, *, warns: bool
+    ) -> None:
+        self.scales, self.extents, self.warns = dict(kept or {}), extents, warns
+        self.slot = new_slot(kind)
+
+    def move(self, function: Callable[[Tensor], Tensor]) -> None:
+        """As torch.nn.Module._apply moves a layer. Scales stay float32; there are none on meta."""
+        for name, state in [*self.scales.items()]:
+            device = function(state.scale).device
+            if device.type == "meta":
+                del self.scales[name]
+            elif device != state.scale.device:
+                self.scales[name] = state.copied(state.dtypes, len(state.amax_history), device)
+
+    def load(self, packed: Any) -> None:
+        """Takes what `pack` returned. Raises ValueError for that of another layer."""
+        loaded, kept = unpack(packed, warns=self.warns), self.scales
+        for name, (scale, _) in loaded.items():
+            if len(scale) != self.extents.get(name):
+                expected = " and ".join(f"{each} of {num}" for each, num in self.extents.items())
+                raise ValueError(
+                    f"the fp8 state has {name} of {len(scale)} tensors; expected {expected}"
+                )
+        self.scales = {}
+        for name, (scale, amax_history) in loaded.items():
+            state = kept.get(name) or Scales((E4M3,) * len(scale), len(amax_history), scale.device)
+            state.load(scale, amax_history)
+            self.scales[name] = state
+
+
+class KeepsScales(torch.nn.Module):
+    """A layer with an Fp8State, which its subclass makes in begin_state.
+
+    fp8_state: whether the state dict has its key where there are no scales.
+    """
+
+    fp8_state: bool = True
+    _fp8: Fp8State
+
+    def begin_state(self, kept: dict[str, Scales] | None = None) -> None:
+        """Must run in the constructor. kept: the scales of another copy."""
+        raise NotImplementedError
+
+    def mark_parameters(self) -> None:
+        """Sets the attributes that frameworks read, which new parameters do not have."""
+
+    def get_extra_state(self) -> Tensor:
+        """The scales as bytes, without pickle: a uint8 tensor, empty where there are none."""
+        return pack(self._fp8.scales)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state returned.
+
+        Without a state, the next step is the first. One of TransformerEngine is not opened. Raises
+        TypeError or ValueError for what no module saves.
+        """
+        self._fp8.load(state)
+
+    def _apply(self, function: Callable, recurse: bool = True) -> KeepsScales:
+        super()._apply(function, recurse)
+        self._fp8.move(function)
+        self.mark_parameters()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        complete(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self.mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not (self._fp8.scales or self.fp8_state):  # the state dict is then torch.nn's
+            del destination[f"{prefix}{EXTRA_STATE}"]
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_fp8": self._fp8.scales}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.begin_state(self._fp8)
+        self._fp8.move(lambda tensor: tensor)  # torch.load may have put them on "meta"
+        self.mark_parameters()  # a deep copy of a parameter loses its attributes
+
+
 def complete(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
     """Gives a state dict that a module loads the key of its extra state, if it is absent.
 
@@ -294,31 +375,26 @@ def unpack(packed: Any, *, warns: bool = True) -> dict[str, tuple[Tensor, Tensor
 
 
 def _opened(header: bytes, raw: bytes) -> dict[str, tuple[Tensor, Tensor]]:
+    states = {}
     try:
-        sizes = {name: (length, width) for name, (length, width) in json.loads(header).items()}
-        is_right = all(type(each) is int and each > 0 for size in sizes.values() for each in size)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        numbers = torch.frombuffer(bytearray(raw), dtype=torch.float32)
+        for name, (length, width) in json.loads(header).items():
+            scale, history, numbers = numbers.tensor_split((width, width + length * width))
+            states[name] = scale.clone(), history.clone().reshape(length, width)
+        is_right = bool(states) and all(each.numel() for pair in states.values() for each in pair)
+    except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError):
         is_right = False
-    if not is_right:
+    if not is_right or numbers.numel():
         raise ValueError(
-            f"the fp8 state in a state dict begins with {printable(header)}"
-            "; expected the names of scales and their extents"
+            f"the fp8 state in a state dict has {len(raw)} bytes after {printable(header)}; "
+            "expected scales and histories of the extents that this names"
         )
-    expected = 4 * sum((1 + length) * width for length, width in sizes.values())
-    if not sizes or len(raw) != expected:
-        raise ValueError(
-            f"the fp8 state in a state dict has {len(raw)} bytes of numbers; "
-            f"expected {expected or 'some'}"
-        )
-    numbers, states = torch.frombuffer(bytearray(raw), dtype=torch.float32), {}
-    for name, (length, width) in sizes.items():
-        scale, history, numbers = numbers.tensor_split((width, width + length * width))
+    for scale, _ in states.values():
         if not (scale.isfinite() & (scale > 0)).all():
             raise ValueError(
                 f"the fp8 state in a state dict has the scales {scale.tolist()}; expected finite "
                 "ones above 0"
             )
-        states[name] = scale.clone(), history.clone().reshape(length, width)
     return states
 
 
@@ -463,7 +539,7 @@ def fp8_autocast(
 
     Examples:
         >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]])
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
         ...     y = norm(x, fp8_output=True)
         >>> y.data.dtype, y.dequantize().detach().numpy().round(3)
         (torch.float8_e4m3fn, array([[0.808, 1.131]], dtype=float32))
@@ -471,22 +547,17 @@ def fp8_autocast(
     enabled: False switches an outer region off.
     recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
-    fp8_recipe, fp8_group: TransformerEngine's names of recipe and group. Its calibrating must be
-        False: scales start at 1 and follow in the first steps.
+    fp8_recipe, fp8_group, calibrating: TransformerEngine's names of recipe and group; False.
 
     When the outermost region ends and gradients are recorded, the delayed scales of the layers that
     ran in it are updated for the next step. So are scales of gradients, from the backwards since
     the region before, or inside of this one. Amaxes of all layers are then reduced at once: every
-    rank of the group must enter a region, but need not use the same layers.
+    rank of the group must enter a region, but need not use the same layers. A forward under
+    torch.no_grad() changes no state, nor does a region that an exception leaves.
 
-    A forward under torch.no_grad() changes no state. Nor does a region that an exception leaves.
-
-    Around a checkpoint, and inside of a checkpointed function with DelayedScaling, give the
-    checkpoint context_fn=cupynorm.fp8_checkpoint_contexts.
-
+    Checkpoints around or with DelayedScaling need context_fn=cupynorm.fp8_checkpoint_contexts.
     torch.compile breaks the graph where a region begins, and at each of our layers inside of it.
-    Regions belong to the process: those of several threads are nested in the order in which they
-    began.
+    Regions belong to the process, not to a thread.
 
     Raises TypeError for a recipe or group of another kind, an enabled that is not a bool, or where
     both names of one argument are given; ValueError for calibrating=True.
@@ -560,7 +631,7 @@ def fp8_checkpoint_contexts() -> tuple[
     Examples:
         >>> from torch.utils.checkpoint import checkpoint
         >>> layer, x = cupynorm.Linear(64, 64), torch.randn(8, 64, requires_grad=True)
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.DelayedScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.DelayedScaling()):
         ...     y = checkpoint(
         ...         layer,
         ...         x,
@@ -574,11 +645,8 @@ def fp8_checkpoint_contexts() -> tuple[
     The second run records no amaxes. Results and gradients are those without a checkpoint, to the
     bit. Also needed with DelayedScaling where fp8_autocast is inside of the checkpointed function.
 
-    Returns two context managers, around the first run and around each later one.
-
-    Raises nothing itself. Without it layers raise NotImplementedError in reentrant checkpoints with
-    fp8_autocast around, and with DelayedScaling where others run them again. With other recipes
-    these run them again in the region that is around backward.
+    Returns two context managers, around the first run and around each later one. Without them
+    layers raise NotImplementedError where they would run again by other scales.
     """
     values: list[Any] = []
     return _Run(values, repeats=False), _Run(values, repeats=True)

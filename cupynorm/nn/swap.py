@@ -70,9 +70,8 @@ class SwappedNorms:
         """Puts the original modules back wherever their replacements are now.
 
         They are the same objects, with the parameters and the training flag of their replacements.
-        A replacement stays if it has been hooked, parametrized or sharded since: the original would
-        lose that. A warning names these, and those that are no longer in the model, such as a
-        module that a copy has replaced.
+        A replacement that has been hooked, parametrized or sharded since stays. A warning names
+        these, and those that are no longer in the model.
         """
         pairs = {replacement: module for _, module, replacement in self._pairs}
         reasons = {each: _change(each) for each in pairs}
@@ -138,24 +137,20 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
 
     Swapped are
     - torch.nn's LayerNorm and RMSNorm, TransformerEngine's, and apex's fused ones;
-    - every module that looks like a norm, such as the norms of Hugging Face and timm, and whose
-      output for random input on the CPU is that of layer_norm or rms_norm: with weight or 1 +
-      weight, in float32 to the last bits, in bfloat16 and float16 but for a few roundings, and
-      with their gradients, if it has any.
+    - every module that looks like a norm, such as the norms of Hugging Face and timm, whose output
+      and gradients for random input on the CPU are those of layer_norm or rms_norm, with weight or
+      1 + weight: in float32 to the last bits, in bfloat16 and float16 but for a few roundings.
 
     A module looks like a norm if "norm" is in the name of its class, or if it has a weight, perhaps
-    a bias, and an eps. Those that are not swapped are listed as left, with the reason: other
-    parameters than weight and bias, an eps that is no attribute, hooks, parametrized weights, a
-    __call__ of their own, a forward that does more or depends on the shape of its input, wrappers
-    of torch.compile and FullyShardedDataParallel. So is model itself: only its parent could replace
-    it.
+    a bias, and an eps. Those that are not swapped are listed as left, with the reason, as is model
+    itself: only its parent could replace it.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
     torch.compile, DistributedDataParallel or FullyShardedDataParallel wraps the model.
 
-    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. An error
-    leaves the model as it was. Raises TypeError if model is not a torch.nn.Module.
+    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. Raises
+    TypeError if model is not a torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {type_in_words(model)}; expected a torch.nn.Module")
@@ -185,19 +180,11 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         if replacement is None:
             report.left.append(Swap(path, _name(module), "", remark))
         else:
-            places.append((parent, name, module, replacement))
+            places.append((parent, name, replacement))
             report._pairs.append((path, module, replacement))
             report.swapped.append(Swap(path, _name(module), _name(replacement), remark))
-    done = []
-    try:
-        for place in places:
-            parent, name, _, replacement = place
-            done.append(place)
-            setattr(parent, name, replacement)
-    except BaseException:
-        for parent, name, module, _ in done:
-            parent._modules[name] = module
-        raise
+    for parent, name, replacement in places:
+        setattr(parent, name, replacement)
     return report
 
 
@@ -378,11 +365,6 @@ def _obstacle(module: torch.nn.Module) -> str:
     shape = _shape(module)
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"
-    if not _is_known(module) and 1 in shape:
-        return (
-            f"its weight has shape {shape}; expected no dimension of 1, over which nothing says "
-            "whether it normalises"
-        )
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if len({*shapes.values()}) > 1:
         each = ", its ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
@@ -432,7 +414,6 @@ class _Formula(NamedTuple):
         most = _MOST_ROUNDINGS
         if x.dtype == torch.float32:
             most = 4 * (4 + math.sqrt(math.prod(self.shape)))
-        # A bound for weight and 1 + weight alike.
         weight, bias = (parameters.get(name, torch.zeros(())) for name in ("weight", "bias"))
         magnitude = (1 + x_hat.abs()) * (1 + weight.double().abs()) + bias.double().abs()
         near = (y.double() - expected).abs() <= most * torch.finfo(x.dtype).eps / 2 * magnitude
@@ -481,14 +462,19 @@ def _probe(
         torch.no_grad(),
     ):
         parameters = {name: random(*shape) for name in _parameters_of(module)}
+        large = {name: each.clone() for name, each in parameters.items()}
+        for each in large.values():
+            each.view(-1)[1::2] *= _LARGE
         # Rows of ordinary size, rows whose variance is about eps, each with a mean, and zeros.
         roots = [math.sqrt(2.0**-23 if eps is None else abs(eps)) for eps in _eps_of(module)]
         sizes = [1.0, *(root or 1.0 for root in roots), 0.0, _LARGE]
         x = torch.cat([(random(4, *shape) + 0.5) * size for size in sizes])
         x[0].view(-1)[0] = 100.0  # an outlier
-        y = _output(module, x, parameters)
+        many = torch.cat([x] * max(1, _MOST_ELEMENTS // x.numel()))
+        many[1] = math.nan
+        y = _output(module, many, large)
         for formula in _formulas(module, shape, parameters):
-            if formula.is_near(y, x, parameters):
+            if formula.is_near(y, many, large):
                 reason = _other_result(formula, module, x, parameters)
                 reason = reason or _other_gradients(formula, module, x[:4], parameters)
                 if reason:
@@ -524,29 +510,19 @@ def _output(
 def _other_result(
     formula: _Formula, module: torch.nn.Module, x: Tensor, parameters: _Parameters
 ) -> str:
-    """Why it is no norm of each row by itself, or of other rows too; "" if it may be one.
-
-    A module may refuse any other input.
-    """
+    """Why it is no norm of each row by itself, or of other rows too; "" if it may be one."""
     if not formula.is_near(_output(module, x, parameters, training=True), x, parameters):
         return "it computes another result in training mode"
-    large = {name: each * _LARGE for name, each in parameters.items()}
-    if not formula.is_near(_output(module, x, large), x, large):
-        return "it limits its results"
-    with_nan = x.clone()
-    with_nan[1] = math.nan
-    many = torch.cat([x] * max(1, _MOST_ELEMENTS // x.numel()))
-    for other in (x[:1], x[0], x[:, None], x[None, :, None, None], many, with_nan):
-        with contextlib.suppress(Exception):  # any forward may raise anything
-            if not formula.is_near(_output(module, other, parameters), other, parameters):
-                what = "a NaN" if other is with_nan else f"input of shape {tuple(other.shape)}"
-                return f"it computes another result for {what}"
     *outer, num_cols = formula.shape
-    for extents in ((2, *outer, 2 * num_cols), (2, *formula.shape, 1, 3 if num_cols == 2 else 2)):
-        with contextlib.suppress(Exception):
-            _output(module, torch.ones(extents), parameters)
-            allowed = ", ".join(map(str, formula.shape))
-            return f"it takes input of shape {extents} too; expected (..., {allowed}) alone"
+    too_wide = (
+        x.new_ones(2, *outer, 2 * num_cols),
+        x.new_ones(2, *formula.shape, 1, 3 if num_cols == 2 else 2),
+    )
+    for other in (x[:1], x[0], x[:, None], x[None, :, None, None], *too_wide):
+        with contextlib.suppress(Exception):  # a forward may raise anything, and refuse a shape
+            y, is_taken = _output(module, other, parameters), other.shape[-1] == num_cols
+            if not (is_taken and formula.is_near(y, other, parameters)):
+                return f"it computes another result for input of shape {tuple(other.shape)}"
     return ""
 
 

@@ -31,23 +31,14 @@ from ..linear.operands import (
 from ..linear.products import ONE_RANK, OneRank
 from ..nn import modes, scales
 from ..nn.modes import SUPPORTED
-from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
+from ..recipes import DelayedScaling
 from . import agreement
 from .ranks import Ranks, group_size
 from .sharding import Sharding
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 MODES = (None, "column", "row")
-ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")  # of TransformerEngine
-WITHOUT_EFFECT = (
-    "ub_overlap_ag",
-    "ub_overlap_rs",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_wgrad",
-    "ub_bulk_dgrad",
-    "symmetric_ar_type",
-)
 # Attributes that are the same on all ranks of a layer.
 COMPARED = (
     "parallel_mode",
@@ -75,54 +66,44 @@ class LayerNormLinear(LinearLayer):
         >>> [name for name, _ in layer.named_parameters()]
         ['layer_norm_weight', 'weight', 'bias']
 
-    in_features: the width of the norm.
-    out_features: rows of the linear weight, of all parts together.
-    eps: of the norm.
+    in_features: the width of the norm. out_features: of all parts together. eps: of the norm.
     normalization: "LayerNorm" or "RMSNorm" (no bias in the norm).
     zero_centered_gamma: multiply by 1 + layer_norm_weight, which is initialised to 0.
     bias: whether the linear layer has one. return_bias: do not add it, return it.
-    return_layernorm_output: also return the normalised tensor.
-    return_layernorm_output_gathered: the normalised tensor of all ranks, here the same.
+    return_layernorm_output: also return the normalised tensor;
+        return_layernorm_output_gathered: that of all ranks.
     parameters_split: names, which share out_features evenly, or a dict of names and sizes. The
-        parameters are then name_weight and name_bias instead of weight and bias, views that follow
-        each other in one storage.
-    init_method: fills each weight in place; by default normal with standard deviation 0.023.
-    get_rng_state_tracker: init_method runs inside get_rng_state_tracker().fork(), or fork(name)
-        where the module's attribute rng_tracker_name is set.
+        parameters are then name_weight and name_bias, views that follow each other in one storage.
+    init_method: fills each weight in place; by default normal with standard deviation 0.023. It
+        runs inside get_rng_state_tracker().fork(), or fork(name) where the attribute
+        rng_tracker_name is set.
     params_dtype: of the parameters; by default torch's.
     device: "meta" leaves memory and values to to_empty() and reset_parameters().
-    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must exist. It is
-        overwritten by the first backward after a forward with is_first_microbatch=True, or if
-        weight.overwrite_main_grad is true. A weight with an attribute grad_added_to_main_grad gets
-        it set to True, and a gradient without meaning.
+    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must exist. The
+        first backward after a forward with is_first_microbatch=True overwrites it, or any if
+        weight.overwrite_main_grad is true. weight.grad_added_to_main_grad, if present, becomes
+        True; such a weight gets a gradient without meaning.
     delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one
-        call for each backward. Both are refused inside DistributedDataParallel and fully_shard,
-        which would miss the gradient; Megatron's reducer has hooks for them.
-    parallel_mode: None, "column" or "row": how the ranks of tp_group share the layer. The biases
-        of "column" get the attributes that weights have: tensor_model_parallel, partition_dim and
-        partition_stride.
+        call for each backward. DistributedDataParallel and fully_shard would miss these gradients,
+        so both options are refused inside them.
+    parallel_mode: None, "column" or "row": how the ranks of tp_group share the layer.
     tp_group: of torch.distributed. tp_size: its size, where set_tensor_parallel_group() gives the
-        group later. With one rank nothing is shared, whatever the other arguments are.
-    sequence_parallel: "column": the input has this rank's rows (its first dimension); "row": the
-        output has.
+        group later. With one rank nothing is shared.
+    sequence_parallel: each rank has some rows (the first dimension) of the input ("column") or of
+        the output ("row").
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
-    symmetric_ar_type (None, "one_shot", "two_shot" or "multimem_all_reduce"): accepted, with a
-        warning where several ranks share the layer. They have no effect on results, nor on
-        collectives, which run beside products where they can: docs/parallel.md.
+        symmetric_ar_type: accepted, with a warning where ranks share the layer: without effect.
     ub_name, name: for the user.
-
-    By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as for
-    cupynorm.layer_norm_linear; and reduce_norm_gradients: with "column" and sequence_parallel, sum
-    the gradients of the norm's parameters over tp_group in backward. Otherwise their attribute
-    sequence_parallel tells Megatron to.
+    save_normalized, fused, sm_margin: as for cupynorm.layer_norm_linear.
+    reduce_norm_gradients: with "column" and sequence_parallel, sum the gradients of the norm's
+        parameters over tp_group in backward. Otherwise their attribute sequence_parallel tells
+        Megatron to.
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
-    it returns out (..., out_features), or a tuple of out, the bias (an empty tensor without one)
-    and the normalised tensor, those that were requested. A cupynorm.QuantizedTensor as input is
-    dequantised.
-
+    or with a cupynorm.types.QuantizedTensor, it returns out (..., out_features), or a tuple of out,
+    the bias (empty without one) and the normalised tensor, those that were requested.
     is_first_microbatch: True for the first of several forwards with the same parameters, False for
-        the others. The weight is then quantised once. None: it is quantised each time.
+        the others: the weight is then quantised once. None: each time.
 
     Raises ValueError, TypeError or NotImplementedError for invalid arguments.
     """
@@ -165,13 +146,61 @@ class LayerNormLinear(LinearLayer):
         sm_margin: int | Mapping[str, int] = 0,
         reduce_norm_gradients: bool = False,
     ) -> None:
-        arguments = locals()
-        _check_choices(arguments)
+        is_centered = normalization == "LayerNorm"
+        if normalization not in NORMALIZATIONS:
+            expected = " or ".join(map(repr, NORMALIZATIONS))
+            raise ValueError(f"normalization is {normalization!r}; expected {expected}")
+        check_fused(fused, return_layernorm_output=return_layernorm_output)
+        if params_dtype is not None and params_dtype not in SUPPORTED:
+            expected = ", ".join(sorted(map(str, SUPPORTED)))
+            raise TypeError(f"params_dtype is {params_dtype!r}; expected {expected}, or None")
+        if parallel_mode not in MODES:
+            raise ValueError(
+                f"parallel_mode is {parallel_mode!r}; expected None, 'column' or 'row'"
+            )
+        for what, function in (
+            ("init_method", init_method),
+            ("get_rng_state_tracker", get_rng_state_tracker),
+        ):
+            if function is not None and not callable(function):
+                raise TypeError(f"{what} is {function!r}; expected a function or None")
+        _check_count("in_features", in_features)
+        _check_count("out_features", out_features)
+        _check_count("tp_size", tp_size)
         launch_of(sm_margin)
-        check_eps(eps, "float32", centered=normalization == "LayerNorm")
+        check_eps(eps, "float32", centered=is_centered)
         super().__init__()
+        if tp_group is not None and tp_size == 1:
+            tp_size = group_size(tp_group)
+        self._ranks, self.tp_size = Ranks(tp_size, tp_group), tp_size
+        self.parallel_mode, self._is_shared = parallel_mode, tp_size > 1 and bool(parallel_mode)
+        if self._is_shared and parallel_mode == "row":
+            in_features = _share(in_features, tp_size, "in_features")
+            if is_fused(fused):
+                raise ValueError(
+                    f"fused is {fused!r} and tp_size is {tp_size} with parallel_mode='row'; "
+                    "expected fused=None, because a rank has no whole rows"
+                )
+        elif self._is_shared:
+            out_features = _share(out_features, tp_size, "out_features")
+        without_effect = {
+            "ub_overlap_ag": ub_overlap_ag,
+            "ub_overlap_rs": ub_overlap_rs,
+            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "symmetric_ar_type": symmetric_ar_type,
+        }
+        if self._is_shared and any(without_effect.values()):
+            given = ", ".join(key for key, value in without_effect.items() if value)
+            warnings.warn(
+                f"{given} has no effect: collectives are those of tp_group, which run beside "
+                "products where they can",
+                stacklevel=2,
+            )
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
-        self._share(arguments)
+        self.sequence_parallel = bool(sequence_parallel) and tp_size > 1
+        self.reduce_norm_gradients = reduce_norm_gradients
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -179,12 +208,9 @@ class LayerNormLinear(LinearLayer):
         self.return_layernorm_output_gathered = gathered
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
-        self.parallel_mode, self.ub_name, self.name = parallel_mode, ub_name, name
+        self.ub_name, self.name = ub_name, name
         self.save_normalized, self.fused, self.sm_margin = save_normalized, fused, sm_margin
         self.init_method, self.get_rng_state_tracker = init_method, get_rng_state_tracker
-        for name in ("init_method", "get_rng_state_tracker"):
-            if (value := getattr(self, name)) is not None and not callable(value):
-                raise TypeError(f"{name} is {value!r}; expected a function or None")
         self.begin_state()
         try:
             parameters.make(self, parameters_split, device, params_dtype)
@@ -197,32 +223,6 @@ class LayerNormLinear(LinearLayer):
             ) from error
 
     # Parameters.
-
-    def _share(self, arguments: Mapping[str, Any]) -> None:
-        """Takes the arguments of parallelism."""
-        mode, group, size = arguments["parallel_mode"], arguments["tp_group"], arguments["tp_size"]
-        if mode not in MODES:
-            raise ValueError(f"parallel_mode is {mode!r}; expected None, 'column' or 'row'")
-        self._ranks = Ranks(_size(group, size), group)
-        self.tp_size = size = self._ranks.size
-        self.sequence_parallel = bool(arguments["sequence_parallel"]) and size > 1
-        self.reduce_norm_gradients = arguments["reduce_norm_gradients"]
-        is_shared = size > 1 and mode is not None
-        if is_shared and mode == "row" and is_fused(arguments["fused"]):
-            raise ValueError(
-                f"fused is {arguments['fused']!r} and tp_size is {size} with parallel_mode='row'; "
-                "expected fused=None, because a rank has no whole rows"
-            )
-        name = {"column": "out_features", "row": "in_features"}.get(mode, "")
-        if is_shared:
-            if arguments[name] % size:
-                raise ValueError(
-                    f"{name} is {arguments[name]} and tp_size is {size}; "
-                    f"expected a multiple of {size}"
-                )
-            setattr(self, name, arguments[name] // size)
-        self._is_shared = is_shared
-        _check_collectives(arguments, is_shared=is_shared)
 
     def reset_parameters(self) -> None:
         """Sets the first values and the attributes of the parameters.
@@ -468,43 +468,17 @@ class LayerNormLinear(LinearLayer):
         return ", ".join(parts)
 
 
-def _check_choices(arguments: Mapping[str, Any]) -> None:
-    normalization, fused = arguments["normalization"], arguments["fused"]
-    if normalization not in NORMALIZATIONS:
-        expected = " or ".join(map(repr, NORMALIZATIONS))
-        raise ValueError(f"normalization is {normalization!r}; expected {expected}")
-    check_fused(fused, return_layernorm_output=arguments["return_layernorm_output"])
-    dtype = arguments["params_dtype"]
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):
-        expected = ", ".join(sorted(map(str, SUPPORTED)))
-        raise TypeError(f"params_dtype is {dtype!r}; expected {expected}, or None")
-    for name in ("in_features", "out_features"):
-        features = arguments[name]
-        if isinstance(features, bool) or not isinstance(features, numbers.Integral):
-            raise TypeError(f"{name} is {features!r}; expected an int, 1 or more")
-        if features < 1:
-            raise ValueError(f"{name} is {features}; expected an int, 1 or more")
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is {value!r}; expected an int, 1 or more")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; expected an int, 1 or more")
 
 
-def _check_collectives(arguments: Mapping[str, Any], *, is_shared: bool) -> None:
-    """Raises ValueError for an unknown symmetric_ar_type, and warns of what has no effect here."""
-    kind = arguments["symmetric_ar_type"]
-    if kind is not None and kind not in ALL_REDUCES:
-        expected = ", ".join(map(repr, ALL_REDUCES))
-        raise ValueError(f"symmetric_ar_type is {kind!r}; expected None, {expected}")
-    idle = [name for name in WITHOUT_EFFECT if is_shared and arguments[name]]
-    if idle:
-        warnings.warn(
-            f"{', '.join(idle)} has no effect: collectives are those of tp_group, which run beside "
-            "products where they can",
-            stacklevel=4,
+def _share(features: int, size: int, name: str) -> int:
+    """The features of each rank."""
+    if features % size:
+        raise ValueError(
+            f"{name} is {features} and tp_size is {size}; expected a multiple of {size}"
         )
-
-
-def _size(group: Any, size: Any) -> int:
-    """The number of ranks. Raises TypeError or ValueError for arguments that do not fit."""
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError(f"tp_size is {size!r}; expected an int, 1 or more")
-    if size < 1:
-        raise ValueError(f"tp_size is {size}; expected 1 or more")
-    return group_size(group) if group is not None and size == 1 else size
+    return features // size

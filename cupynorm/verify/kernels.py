@@ -46,7 +46,7 @@ class Machine:
 class CpuMachine(Machine):
     """Runs the kernels on the CPU, planned for `device`. Arrays are NumPy's, in storage dtypes.
 
-    seed: of the order in which threads run. sanitize: as for gpu.on_cpu.kernel.
+    seed: of the order in which threads run. sanitized: as for gpu.on_cpu.kernel.
     folder: of the sources, None for the installed ones.
     """
 
@@ -56,12 +56,12 @@ class CpuMachine(Machine):
         self,
         device: Device = DEVICES["H200"],
         seed: int = 0,
-        sanitize: tuple[str, ...] = (),
+        sanitized: bool = False,
         folder: Path | None = None,
     ) -> None:
         self.device = device
         self.seed = seed
-        self.sanitize = sanitize
+        self.sanitized = sanitized
         self.folder = folder
 
     def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
@@ -72,7 +72,9 @@ class CpuMachine(Machine):
         return array
 
     def launch(self, kernel_launch: KernelLaunch, words: tuple) -> None:
-        self.run(cpu_kernel(kernel_launch.kernel, self.sanitize, self.folder), kernel_launch, words)
+        self.run(
+            cpu_kernel(kernel_launch.kernel, self.sanitized, self.folder), kernel_launch, words
+        )
 
     def run(self, instance: on_cpu.CpuKernel, kernel_launch: KernelLaunch, words: tuple) -> None:
         """Runs the kernel of a launch."""
@@ -87,11 +89,9 @@ class CpuMachine(Machine):
 
 
 @cache
-def cpu_kernel(
-    kernel: Kernel, sanitize: tuple[str, ...], folder: Path | None = None
-) -> on_cpu.CpuKernel:
+def cpu_kernel(kernel: Kernel, sanitized: bool, folder: Path | None = None) -> on_cpu.CpuKernel:
     """A kernel compiled for the CPU, loaded once."""
-    options = {"sanitize": sanitize, "folder": folder, "functors": kernel.functors}
+    options = {"sanitized": sanitized, "folder": folder, "functors": kernel.functors}
     return on_cpu.kernel(kernel.source, kernel.name_expression, **options)
 
 

@@ -177,7 +177,7 @@ def test_the_host_is_timed_in_functions_and_modules(monkeypatch):
     assert len(found) == 6
     for case, times in found.items():
         name = "LayerNorm" if case.startswith("layer_norm") else "RMSNorm"
-        assert set(times) == {"cupynorm", f"cupynorm.{name}", f"nn.{name}"}
+        assert set(times) == {"cupynorm", f"cupynorm.{name}", f"nn.{name}", "enabled"}
         assert min(times.values()) > 0
 
 

@@ -74,6 +74,7 @@ def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor, factor):
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error, code, sentence",
     [

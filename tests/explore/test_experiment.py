@@ -29,7 +29,7 @@ ONE_PASS = {
 }
 
 
-def on_cpu(changes, num_cols: int = 256, **options) -> cupynorm.Experiment:
+def on_cpu(changes, num_cols: int = 256, **options) -> cupynorm.types.Experiment:
     return cupynorm.experiment(changes, num_cols, num_rows=4, on="cpu", **options)
 
 
@@ -41,7 +41,7 @@ def test_a_change_of_form_is_right():
     assert worst[0] == worst[1]
 
 
-def versions(found: cupynorm.Experiment) -> tuple:
+def versions(found: cupynorm.types.Experiment) -> tuple:
     return found.shipped, found.changed
 
 

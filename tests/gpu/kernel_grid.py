@@ -34,7 +34,6 @@ from cupynorm.dispatch.product_plan import (
 )
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.gpu import nvrtc
-from cupynorm.gpu.nvrtc import Resources
 from cupynorm.plans import plan
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
@@ -345,28 +344,3 @@ def batches(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
         of_source.setdefault(nvrtc.source(kernel), []).append(kernel)
     steps = [(each, at) for each in of_source.values() for at in range(0, len(each), BATCH)]
     return [each[at : at + BATCH] for each, at in steps]
-
-
-def compiled(
-    batch: list[Kernel], compute_capability: int
-) -> tuple[bytes, dict[Kernel, tuple[str, Resources]]]:
-    """The cubin of a batch, and of each kernel its name there and what ptxas reports."""
-    from cupy.cuda import get_cuda_path
-    from cupy_backends.cuda.libs import nvrtc as library
-
-    architecture = batch[0].architecture or f"sm_{compute_capability}"
-    flags = [*nvrtc.options(), "-ftz=true", f"-arch={architecture}", "-Xptxas=-v"]
-    flags += ["-no-cache"] if nvrtc.version() >= (12, 9) else []
-    program = library.createProgram(nvrtc.source(batch[0]), "instances.cu", (), ())
-    try:
-        for kernel in batch:
-            library.addNameExpression(program, kernel.name_expression)
-        library.compileProgram(program, [*flags, *nvrtc._include_options(get_cuda_path())])
-        cubin = library.getCUBIN(program)
-        reports = library.getProgramLog(program).split("Compiling entry function '")[1:]
-        used = {each.partition("'")[0]: nvrtc._resources(each) for each in reports}
-        assert len(reports) == len(batch) and cubin[:4] == b"\x7fELF"
-        names = [library.getLoweredName(program, kernel.name_expression) for kernel in batch]
-        return cubin, {kernel: (name, used[name]) for kernel, name in zip(batch, names)}
-    finally:
-        library.destroyProgram(program)

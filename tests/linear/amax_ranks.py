@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import distributed
 from training_cases import check, gathered, make_layers, random
 
-from cupynorm import DelayedScaling, fp8_autocast
+from cupynorm import fp8_autocast
+from cupynorm.recipes import DelayedScaling
 
 
 @check
@@ -47,6 +48,15 @@ def amaxes_are_reduced_once_a_step(rank: int) -> None:
         # The amax of the first backward: the larger of both.
         assert first[at] != second[at]
         assert one[at]["backward"][1][0][0] == max(first[at], second[at])
+
+
+@check
+def amaxes_of_a_recipe_without_reduction_stay_those_of_the_rank(rank: int) -> None:
+    (layer,), recipe = make_layers(1), DelayedScaling(amax_history_len=3, reduce_amax=False)
+    with fp8_autocast(recipe=recipe):
+        layer((1 + rank) * random(8, 16, seed=rank))
+    one, other = gathered(layer._fp8.scales["forward"].scale.tolist())
+    assert one[0] != other[0] and one[1] == other[1]
 
 
 @check

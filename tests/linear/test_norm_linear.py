@@ -50,58 +50,25 @@ def test_wrong_arguments_are_refused():
     problem = draw()
     names = ("x", "norm_weight", "norm_bias", "weight", "bias")
     right = {name: tensor(getattr(problem, name), "float32") for name in names}
-    for wrong, error, sentence in (
-        (
-            {"weight": tensor(np.ones((16, 23)), "float32")},
-            ValueError,
-            r"weight has shape \(16, 23\), input \(5, 24\); expected \(out_features, 24\)",
-        ),
-        ({"weight": tensor(np.ones(24), "float32")}, ValueError, r"weight has shape \(24,\)"),
-        (
-            {"bias": tensor(np.ones(24), "float32")},
-            ValueError,
-            r"bias has shape \(24,\); expected \(16,\)",
-        ),
-        (
-            {"norm_weight": tensor(np.ones(16), "float32")},
-            ValueError,
-            r"norm_weight has shape \(16,\); expected \(24,\)",
-        ),
-        (
-            {"norm_bias": tensor(np.ones((1, 24)), "float32")},
-            ValueError,
-            r"norm_bias has shape \(1, 24\); expected \(24,\)",
-        ),
-        (
-            {"weight": tensor(np.ones((16, 24)), "float16")},
-            TypeError,
-            "weight is of dtype float16, input of float32; expected both the same",
-        ),
-        ({"weight": None}, TypeError, "weight is None; expected a"),
-        ({"bias": 1.0}, TypeError, "bias is a float; expected a"),
-        (
-            {"bias": tensor(np.ones(16), "bfloat16")},
-            TypeError,
-            "bias is of dtype bfloat16, input of float32",
-        ),
-        (
-            {"x": tensor(np.ones(()), "float32")},
-            ValueError,
-            "input has no dimension to normalise over",
-        ),
-        ({"x": None}, TypeError, "input is None; expected a torch tensor"),
-        (
-            {"norm_weight": tensor(np.ones(24), "float32") == 1},
-            TypeError,
-            "norm_weight is of dtype bool; expected one of float16",
-        ),
+    ones = torch.ones
+    for wrong, sentence in (
+        ({"weight": ones(16, 23)}, r"weight has shape \(16, 23\), input \(5, 24\); expected \(out"),
+        ({"weight": ones(24)}, r"weight has shape \(24,\)"),
+        ({"bias": ones(24)}, r"bias has shape \(24,\); expected \(16,\)"),
+        ({"norm_weight": ones(16)}, r"norm_weight has shape \(16,\); expected \(24,\)"),
+        ({"norm_bias": ones(1, 24)}, r"norm_bias has shape \(1, 24\); expected \(24,\)"),
+        ({"weight": ones(16, 24).half()}, "weight is of dtype float16, input of float32; expected"),
+        ({"weight": None}, "weight is None; expected a"),
+        ({"bias": 1.0}, "bias is a float; expected a"),
+        ({"bias": ones(16).bfloat16()}, "bias is of dtype bfloat16, input of float32"),
+        ({"x": ones(())}, "input has no dimension to normalise over"),
+        ({"x": None}, "input is None; expected a torch tensor"),
+        ({"norm_weight": ones(24).bool()}, "norm_weight is of dtype bool; expected one of float16"),
     ):
         given = right | wrong
-        with pytest.raises(error, match=sentence):
+        with pytest.raises((ValueError, TypeError), match=sentence):
             cupynorm.layer_norm_linear(*(given[name] for name in names))
     given = [right[name] for name in names]
-    with pytest.raises(ValueError, match="fused is 'gemm'; expected None, 'plain' or 'kernel'"):
-        cupynorm.layer_norm_linear(*given, fused="gemm")
     with pytest.raises(ValueError, match="no normalised tensor exists"):
         cupynorm.layer_norm_linear(*given, fused="kernel", return_normalized=True)
     with pytest.raises(ValueError, match="sm_margin is -1"):

@@ -47,14 +47,6 @@ def test_on_a_cpu_it_is_the_plain_path(norm_name):
         np.testing.assert_array_equal(fused[name], value, err_msg=name)
 
 
-def test_it_has_no_normalized_tensor():
-    x = torch.ones(3, 8)
-    with pytest.raises(ValueError, match="return_normalized is given with fused='kernel'"):
-        cupynorm.rms_norm_linear(x, None, torch.ones(2, 8), fused="kernel", return_normalized=True)
-    with pytest.raises(ValueError, match="return_layernorm_output is given with fused='kernel'"):
-        LayerNormLinear(8, 8, fused="kernel", return_layernorm_output=True, **CPU)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "sizes", "reason"),
     [

@@ -10,19 +10,18 @@ import pytest
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import make, tensor  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
-    CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
 )
 
 from cupynorm import (  # noqa: E402
+    LayerNorm,
+    fp8_autocast,
+    fp8_checkpoint_contexts,
+)
+from cupynorm.recipes import (  # noqa: E402
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
-    LayerNorm,
-    Linear,
-    fp8_autocast,
-    fp8_checkpoint_contexts,
 )
 
 RECIPES = (None, DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling())
@@ -138,7 +137,7 @@ def test_a_reentrant_checkpoint_inside_a_region_is_refused(recipe):
                 by_function(call, x)
         with torch.no_grad():
             assert torch.equal(module(x), module(x))
-    assert not (module._fp8.scales and module._fp8.scales["forward"].num_steps)
+    assert all((each.scale == 1).all() for each in module._fp8.scales.values())
 
 
 def test_a_function_that_calls_more_layers_again_is_refused():
@@ -205,17 +204,6 @@ def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(between,
         assert all(torch.equal(*pair) for pair in zip(ones, others))
 
 
-@pytest.mark.parametrize("run", (by_hooks, by_function, by_contexts))
-def test_a_checkpoint_outside_of_a_region_after_a_step_inside(run):
-    """It runs again in 16 bits, as its forward did."""
-    module, problem = make()
-    train(module, problem, CurrentScaling(), by_contexts)
-    expected = train(make()[0], problem, None)
-    found = train(module, problem, None, run)
-    for ones, others in zip(found, expected):
-        assert all(torch.equal(*pair) for pair in zip(ones, others))
-
-
 def test_checkpoints_in_a_checkpoint():
     recipe, made = DelayedScaling(amax_history_len=4), []
     for run in (at_once, by_contexts):
@@ -238,37 +226,8 @@ def test_checkpoints_in_a_checkpoint():
         assert all(torch.equal(*pair) for pair in zip(ones, others))
 
 
-def test_a_selective_checkpoint_of_a_norm_in_8_bits():
-    norm, (layer, problem), recipe = LayerNorm(200), make(), CurrentScaling()
-    linear, made = Linear(layer.out_features, 200), []
-
-    def policy(context, operator, *_, **__):
-        saves = "mm" in str(operator)
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def model(x):
-        return linear(layer(norm(x.float(), fp8_output=True).dequantize().to(x.dtype)).float())
-
-    def inside(x):
-        with region(recipe):
-            return model(x)
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    for how in (at_once, partial(checkpoint, use_reentrant=False, context_fn=contexts)):
-        x = tensor(problem.x, grad=True)
-        y = how(inside, x)
-        y.square().sum().backward()
-        made.append((y.detach(), x.grad, norm.weight.grad.clone()))
-        norm.zero_grad()
-    assert made[0][2].abs().max() > 0 and all(torch.equal(*pair) for pair in zip(*made))
-
-
-@pytest.mark.parametrize("delay", (False, True))
-def test_a_backward_in_two_parts_is_one_step(delay):
-    """As in zero-bubble pipelines: the gradient of the input first, that of the weights later.
-
-    The next forward may come before the second part, which then has the first one's scale.
-    """
+def test_a_backward_in_two_parts_is_one_step():
+    """As in zero-bubble pipelines: the gradient of the input first, that of the weights later."""
     recipe, made = DelayedScaling(amax_history_len=4), []
     for parts in (1, 2):
         module, problem = make()
@@ -281,19 +240,12 @@ def test_a_backward_in_two_parts_is_one_step(delay):
                 found = torch.autograd.grad(y, [x, *weights], dy)
             else:
                 found = torch.autograd.grad(y, x, dy, retain_graph=True)
-                if delay:
-                    with region(recipe):
-                        module(x)
                 found += torch.autograd.grad(y, weights, dy)
-            if parts == 1 and delay:
-                with region(recipe):
-                    module(x)
             made.append(found)
         state = module._fp8.scales["backward"]
         made.append([state.scale, state.amax_history])
     for ones, others in zip(made[:4], made[4:]):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
-    assert (state.amax_history[:, 0] > 0).sum() == 3
 
 
 def test_delayed_gradients_run_hooks_and_refuse_what_they_cannot_reach():

@@ -22,6 +22,12 @@ def gradients(call, tensors, dy):
     return [y, *(tensor.grad for tensor in given)]
 
 
+def assert_same(what, found, expected):
+    names = ("y", "dx", "dweight", "dbias")
+    for name, got, right in zip(names[: len(found)], found, expected, strict=True):
+        assert_close(f"{what} {name}", got, right)
+
+
 def check_placement(ranks, norm, placement, dy_placement, on_ranks, shape=(5, 4, 8)):
     """on_ranks: makes of a weight the tensor that each rank has."""
     whole = ranks.random(*shape), ranks.random(8, seed=1), ranks.random(8, seed=2)
@@ -29,8 +35,7 @@ def check_placement(ranks, norm, placement, dy_placement, on_ranks, shape=(5, 4,
     expected = gradients(partial(theirs, norm), whole, dy)
     x, dy = ranks.lay(whole[0], placement), ranks.lay(dy, dy_placement)
     found = gradients(partial(ours, norm), (x, *map(on_ranks, whole[1:])), dy)
-    for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
-        assert_close(f"{norm} {placement} {dy_placement} {name}", got, right)
+    assert_same(f"{norm} {placement} {dy_placement}", found, expected)
     return found
 
 
@@ -88,8 +93,7 @@ def on_mesh(ranks, mesh, rows):
     each = [Replicate(), Replicate()]
     given = distribute_tensor(x, mesh, rows), distribute_tensor(weight, mesh, each), bias
     found = gradients(partial(ours, "layer_norm"), given, distribute_tensor(dy, mesh, rows))
-    for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
-        assert_close(name, got, right)
+    assert_same("", found, expected)
 
 
 @check
@@ -101,8 +105,7 @@ def parameters_of_split_rows(ranks):
         expected = gradients(partial(theirs, norm), (x, weight, bias), dy)
         given = ranks.lay(x, Shard(1)), ranks.lay(weight, Shard(0)), ranks.lay(bias, Shard(0))
         found = gradients(partial(ours, norm), given, ranks.lay(dy, Shard(1)))
-        for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
-            assert_close(f"{norm} {name}", got, right)
+        assert_same(norm, found, expected)
 
 
 @check
@@ -110,36 +113,21 @@ def residuals_and_options(ranks):
     x, residual = ranks.random(5, 4, 8), ranks.random(5, 4, 8, seed=1)
     weight, dy = ranks.random(8, seed=2), ranks.random(5, 4, 8, seed=3)
 
-    def call(norm, normalize, x, residual, weight):
-        y, added = normalize(norm, x, residual, weight)
+    def our(norm, x, residual, weight):
+        options = {"return_residual": True, "zero_centered_weight": True}
+        y, added = ours(norm, x, weight, None, residual=residual, **options)
         return y * added
 
-    def our(norm, x, residual, weight):
-        return ours(
-            norm,
-            x,
-            weight,
-            None,
-            residual=residual,
-            return_residual=True,
-            zero_centered_weight=True,
-        )
-
     def torchs(norm, x, residual, weight):
-        return theirs(norm, x + residual, 1 + weight, None), x + residual
+        return theirs(norm, x + residual, 1 + weight, None) * (x + residual)
 
+    others = ranks.lay(residual, Shard(0)), ranks.lay(weight, Replicate())
     for norm in NORMS:
-        expected = gradients(partial(call, norm, torchs), (x, residual, weight), dy)
-        given = (
-            ranks.lay(x, Shard(1)),
-            ranks.lay(residual, Shard(0)),
-            ranks.lay(weight, Replicate()),
-        )
-        split = (ranks.lay(x, Shard(2)), *given[1:])
-        for tensors in (given, split):
-            found = gradients(partial(call, norm, our), tensors, ranks.lay(dy, Shard(1)))
-            for name, got, right in zip(("y * sum", "dx", "dresidual", "dweight"), found, expected):
-                assert_close(f"{norm} {name}", got, right)
+        expected = gradients(partial(torchs, norm), (x, residual, weight), dy)
+        for placement in (Shard(1), Shard(2)):
+            given = ranks.lay(x, placement), *others
+            found = gradients(partial(our, norm), given, ranks.lay(dy, Shard(1)))
+            assert_same(f"{norm} of x, residual and weight", found, expected)
 
 
 @check
@@ -177,8 +165,7 @@ def compiled(ranks):
             (ranks.lay(whole[0], Shard(0)), *map(on_ranks, whole[1:])),
             ranks.lay(dy, Shard(0)),
         )
-        for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
-            assert_close(name, got, right)
+        assert_same("", found, expected)
 
 
 @check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import pytest
@@ -97,28 +96,6 @@ def test_checkpointed_gradients_are_the_same(use_reentrant):
     assert all(torch.equal(tensor.grad, right) for tensor, right in zip(tensors, expected))
 
 
-def test_a_selective_checkpoint_changes_no_gradient():
-    """Its policy sees no operator of a norm, which is computed again."""
-
-    def policy(_, operator, *arguments, **options):
-        return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
-
-    tensors, y = recorded()
-    expected = torch.autograd.grad(y.sum(), tensors)
-    again = checkpoint(
-        cupynorm.layer_norm,
-        tensors[0],
-        40,
-        *tensors[1:],
-        use_reentrant=False,
-        context_fn=functools.partial(
-            torch.utils.checkpoint.create_selective_checkpoint_contexts, policy
-        ),
-    )
-    for got, right in zip(torch.autograd.grad(again.sum(), tensors), expected):
-        assert torch.equal(got, right)
-
-
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_saved_tensors_may_be_packed(create_graph):
     tensors, y = recorded()
@@ -173,13 +150,3 @@ def test_inputs_are_not_written(dtype):
     for tensor, bits in zip(held, before):
         assert torch.equal(tensor.detach().view(torch.uint8), bits)
         assert tensor.untyped_storage().resizable()  # fully_shard frees weights that way
-
-
-def test_a_hook_on_the_weight_fires_once():
-    fired = []
-    (x, weight, bias), y = recorded()
-    weight.register_post_accumulate_grad_hook(
-        lambda parameter: fired.append(parameter.grad.clone())
-    )
-    y.sum().backward()
-    assert len(fired) == 1 and torch.equal(fired[0], weight.grad) and (bias.grad == 6).all()

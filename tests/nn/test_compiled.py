@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
 import types
 from unittest import mock
@@ -14,7 +13,6 @@ torch = pytest.importorskip("torch")
 
 from norm_calls import assert_few_roundings, leaves, random  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import cupynorm  # noqa: E402
 
@@ -55,6 +53,7 @@ def compile_anew():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_for_any_number_of_rows_without_a_graph_break(compile_anew, backend):
     compiled = compile_anew(block, dynamic=True, backend=backend)
@@ -69,23 +68,11 @@ def test_compiled_for_any_number_of_rows_without_a_graph_break(compile_anew, bac
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_compiled_results_are_near_the_eager_ones(compile_anew, dtype):
     compiled = compile_anew(block, backend="aot_eager")
     check_compiled(compiled, block_tensors(4, dtype))
-
-
-@pytest.mark.slow
-def test_the_first_call_of_a_process_can_be_compiled():
-    """Modules are then imported while torch traces."""
-    script = """
-import torch, cupynorm  # noqa: E402
-x = torch.ones(3, 40)
-call = lambda x: cupynorm.layer_norm(x, x.shape[-1])
-compiled = torch.compile(call, fullgraph=True, backend="eager")
-assert torch.allclose(compiled(x), cupynorm.layer_norm(x, 40))
-"""
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
 
 
 @pytest.mark.slow
@@ -127,30 +114,6 @@ class Norm(torch.nn.Module):
 
     def forward(self, x):
         return cupynorm.layer_norm(x, x.shape[-1], self.weight)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_an_exported_module_takes_any_rows(strict):
-    module, rows = Norm(), {0: torch.export.Dim("num_rows")}
-    exported = torch.export.export(
-        module, (torch.ones(4, 40),), dynamic_shapes={"x": rows}, strict=strict
-    )
-    assert not any("cupynorm" in str(node.target) for node in exported.graph.nodes)
-    for num_rows in (4, 9, 2):
-        x = random(num_rows, 40, dtype=torch.float32)
-        assert_few_roundings([exported.module()(x)], [module(x)])
-
-
-@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-def test_make_fx_traces_operations_of_torch(tracing_mode):
-    def gradients(x, weight):
-        return torch.autograd.grad(cupynorm.layer_norm(x, 40, weight).sum(), (x, weight))
-
-    given = leaves((3, 40), (40,), dtype=torch.float32)
-    graph = make_fx(gradients, tracing_mode=tracing_mode)(*given)
-    names = {str(node.target) for node in graph.graph.nodes}
-    assert not any("cupynorm" in name for name in names)
-    assert_few_roundings(graph(*given), gradients(*given))
 
 
 # GPU.

@@ -10,7 +10,8 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 
-from cupynorm import DelayedScaling, fp8_autocast  # noqa: E402
+from cupynorm import fp8_autocast  # noqa: E402
+from cupynorm.recipes import DelayedScaling  # noqa: E402
 
 DTYPES = (torch.float64, torch.bfloat16)
 
@@ -43,7 +44,7 @@ def test_delayed_scales_are_float32(device, with_defaults, kind, dtype):
             y.square().sum().backward()
         results.append((y, rows.grad, *(parameter.grad for parameter in each.parameters())))
     assert recipe and all(map(torch.equal, *results))
-    states = [module._fp8_scales] if kind == "LayerNorm" else [*module._fp8.scales.values()]
+    states = [*module._fp8.scales.values()]
     for state in states:
         for tensor in (state.scale, state.amax_history, state.largest):
             assert tensor.dtype == torch.float32

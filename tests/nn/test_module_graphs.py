@@ -71,10 +71,8 @@ def test_a_training_step_in_a_graph(num_cols, dtype):
         y = step()
     made = [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
     # These would reuse a temporary of the capture that is not in the graph's pool.
-    others = [torch.full((64, num_cols), 7.0, device="cuda", dtype=dtype) for _ in range(8)]
-    others += [
-        torch.full((num_rows, num_cols), 7.0, device="cuda") for num_rows in (1, 2, 132, 264, 528)
-    ]
+    sizes = (1, 2, 64, 132, 264, 528)
+    others = [torch.full((size, num_cols), 7.0, device="cuda") for size in sizes]
     for seed in range(3):
         with torch.no_grad():
             x.copy_(random_input(64, num_cols, seed=seed))
@@ -87,26 +85,5 @@ def test_a_training_step_in_a_graph(num_cols, dtype):
         right = eager_step(model, x, dy)
         assert len(right) == len(made) == 5
         for got, expected in zip(made, right):
-            assert (
-                torch.equal(got, expected)
-                and expected.isfinite().all()
-                and expected.abs().max() > 1
-            )
+            assert torch.equal(got, expected) and 1 < expected.abs().max() < torch.inf
     assert all((other == 7).all() for other in others)
-
-
-@pytest.mark.gpu
-def test_make_graphed_callables():
-    """torch captures forward and backward of a module, which an eager step then replays."""
-    plain = normed(1024, torch.bfloat16)
-    sample = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(plain), (sample,))
-    for seed in range(3):
-        x, dy = (random_input(64, 1024, seed=seed + at).to("cuda", sample.dtype) for at in (0, 10))
-        right = eager_step(plain, x, dy)
-        graphed.zero_grad(set_to_none=True)
-        y = graphed(x.requires_grad_())
-        y.backward(dy)
-        got = [y, x.grad, *(parameter.grad for parameter in graphed.parameters())]
-        for one, expected in zip(got, right, strict=True):
-            assert torch.equal(one, expected) and expected.abs().max() > 1

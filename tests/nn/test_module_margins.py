@@ -26,20 +26,6 @@ torch = pytest.importorskip("torch")
 from module_inputs import BOTH, MARGINS, random_input  # noqa: E402
 
 
-@BOTH
-def test_wrong_margins_are_refused(ours, theirs):
-    for wrong, sentence in (
-        ({"forward": True}, "sm_margin is True; expected a number"),
-        ({"fwd": 1}, "sm_margin has fwd; expected some of forward, backward, inference"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            Launch(sm_margin=wrong)
-    with pytest.raises(TypeError, match="launch is an int; expected a cupynorm.Launch or None"):
-        ours(8, launch=4)
-    with pytest.raises(TypeError, match=f"{ours.__name__} has no sm_margin any more; expected lau"):
-        ours(8, sm_margin=4)
-
-
 def test_the_margin_of_a_kind_of_call_shrinks_its_grid(monkeypatch):
     """The rows fill an H200 many times over, so the margin decides the grid size."""
     monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
@@ -78,6 +64,7 @@ def test_a_module_passes_on_its_launch(ours, theirs, memory_efficient, kernels, 
     assert [part.launch for part in parts if hasattr(part, "launch")] == [launch]
 
 
+@pytest.mark.slow
 def test_a_launch_for_the_cpu_warns_once():
     code = """
 import warnings, numpy as np, torch, cupynorm

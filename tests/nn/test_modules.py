@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 
 import numpy as np
@@ -138,29 +137,16 @@ def test_a_residual_is_added_and_returned(ours, theirs, device):
 @BOTH
 def test_other_dtypes_and_copies(ours, theirs):
     module = ours(8)
-    assert (
-        module.half().weight.dtype == torch.float16
-        and module.bfloat16().weight.dtype == torch.bfloat16
-    )
+    assert module.half().weight.dtype == torch.float16
     assert module.to(torch.float64)(random_input(3, 8, dtype="float64")).dtype == torch.float64
     margin = cupynorm.Launch(sm_margin={"backward": 4})
     marked = ours(8, 0.1, zero_centered_gamma=True, launch=margin, sequence_parallel=True)
     with torch.no_grad():
         marked.weight.normal_()
     x = random_input(3, 8)
-    file = io.BytesIO()
-    torch.save(marked, file)
-    file.seek(0)
-    for twin in (
-        copy.deepcopy(marked),
-        pickle.loads(pickle.dumps(marked)),
-        torch.load(file, weights_only=False),
-    ):
-        assert (
-            repr(twin) == repr(marked)
-            and torch.equal(twin(x), marked(x))
-            and twin.weight is not marked.weight
-        )
+    for twin in (copy.deepcopy(marked), pickle.loads(pickle.dumps(marked))):
+        assert repr(twin) == repr(marked) and twin.weight is not marked.weight
+        assert torch.equal(twin(x), marked(x))
         assert all(parameter.sequence_parallel is True for parameter in twin.parameters())
 
 
@@ -311,23 +297,6 @@ def test_arguments_in_the_order_of_transformer_engine_are_refused(ours):
         ours(768, 1e-5, False, torch.bfloat16)
     with pytest.raises(TypeError, match="elementwise_affine is None; the order of the arguments"):
         ours(768, 1e-5, None, None, True)
-
-
-@pytest.mark.parametrize("relu", [torch.nn.ReLU(inplace=True), torch.nn.ReLU()])
-@pytest.mark.parametrize("make", [cupynorm.LayerNorm, cupynorm.RMSNorm])
-def test_a_module_behind_a_norm_may_write_in_place(make, relu):
-    """Backward needs the input, not y. Only memory_efficient keeps y, and torch then refuses."""
-    x = random_input(3, 8).requires_grad_()
-    norm = make(8, device="cpu")
-    y = norm(x)
-    expected = torch.autograd.grad(y.relu().square().sum(), [x, norm.weight])
-    y = torch.nn.Sequential(norm, relu)(x)
-    got = torch.autograd.grad(y.square().sum(), [x, norm.weight])
-    assert all(torch.equal(*pair) for pair in zip(got, expected))
-    efficient = torch.nn.Sequential(make(8, device="cpu", memory_efficient=True), relu)
-    if relu.inplace:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            efficient(x).square().sum().backward()
 
 
 @BOTH

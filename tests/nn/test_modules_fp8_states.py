@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import pickle
 import warnings
 
 import numpy as np
@@ -16,16 +15,20 @@ import cupynorm
 torch = pytest.importorskip("torch")
 
 from cuda_graphs import side_stream  # noqa: E402
-from fp8_modules import BOTH, make, random, raw  # noqa: E402
+from fp8_modules import make, random, raw  # noqa: E402
 
 from cupynorm import (  # noqa: E402
+    fp8_autocast,
+    recipes,
+    # noqa: E402,
+)
+from cupynorm.nn import scales  # noqa: E402
+from cupynorm.recipes import (  # noqa: E402
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Format,
-    fp8_autocast,
 )
-from cupynorm.nn import recipes, scales  # noqa: E402
 
 
 def stepped(kind="LayerNorm", length=4, **options):
@@ -42,38 +45,6 @@ def assert_same_scales(one, other):
     assert one.scale.item() != 1 and one.amax_history[1:].abs().max() > 0
 
 
-@BOTH
-def test_state_dicts_carry_the_scales(kind):
-    torchs = getattr(torch.nn, kind)(200)
-    fresh = make(kind)
-    assert list(fresh.state_dict()) == list(torchs.state_dict())
-    torchs.load_state_dict(fresh.state_dict(), strict=True)
-    module, _ = stepped(kind)
-    state = copy.deepcopy(torch.nn.Sequential(torch.nn.Identity(), module).state_dict())
-    assert state["1._extra_state"].dtype == torch.uint8 and bytes(
-        state["1._extra_state"]
-    ).startswith(b"cupynorm fp8 state 1\n")
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    state = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    model = torch.nn.Sequential(torch.nn.Identity(), fresh)
-    model.load_state_dict(state, strict=True)
-    assert_same_scales(fresh._fp8_scales, module._fp8_scales)
-    # Loaded in place, as parameters are, because a CUDA graph may hold the addresses.
-    places = fresh._fp8_scales.scale.data_ptr(), fresh._fp8_scales.amax_history.data_ptr()
-    fresh._fp8_scales.scale.fill_(3)
-    model.load_state_dict(state, strict=True)
-    assert_same_scales(fresh._fp8_scales, module._fp8_scales)
-    assert places == (fresh._fp8_scales.scale.data_ptr(), fresh._fp8_scales.amax_history.data_ptr())
-    longer, _ = stepped(kind, length=6)
-    longer.load_state_dict(module.state_dict(), strict=True)
-    assert_same_scales(longer._fp8_scales, module._fp8_scales)
-    # torch.nn's states have none. torch.nn's modules load ours with strict=False.
-    module.load_state_dict(torchs.state_dict(), strict=True)
-    assert module._fp8_scales is None and list(module.state_dict()) == list(torchs.state_dict())
-    torchs.load_state_dict(longer.state_dict(), strict=False)
-
-
 def test_states_of_other_modules():
     """TransformerEngine's state is ignored without a warning. A linear layer's is refused."""
     module, _ = stepped()
@@ -87,61 +58,13 @@ def test_states_of_other_modules():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             module.load_state_dict(plain | {"_extra_state": foreign}, strict=True)
-        assert module._fp8_scales is None
+        assert module._fp8.scales.get("y") is None
     of_linear = scales.pack({"forward": scales.Scales((recipes.E4M3,) * 3, 2, torch.device("cpu"))})
     with pytest.raises(
         ValueError,
-        match="the fp8 state is of forward of 3 tensors; expected that of a norm, y of 1",
+        match="the fp8 state has forward of 3 tensors; expected y of 1",
     ):
         module.load_state_dict(plain | {"_extra_state": of_linear})
-
-
-def test_copies_have_their_own_scales():
-    module, recipe = stepped()
-    before = copy.deepcopy(module._fp8_scales)
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    copies = [
-        copy.deepcopy(module),
-        pickle.loads(pickle.dumps(module)),
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=False),
-    ]
-    for each in copies:
-        assert_same_scales(each._fp8_scales, before)
-        with fp8_autocast(recipe=recipe):
-            each(random(5, 200) * 100, fp8_output=True)
-        assert not torch.equal(each._fp8_scales.amax_history, before.amax_history)
-    assert_same_scales(module._fp8_scales, before)
-    with fp8_autocast(recipe=recipe):
-        module(random(5, 200) * 100, fp8_output=True)
-    assert_same_scales(module._fp8_scales, copies[0]._fp8_scales)
-
-
-def test_scales_stay_float32_and_follow_the_parameters_to_a_device():
-    module, recipe = stepped()
-    before = copy.deepcopy(module._fp8_scales)
-    module.bfloat16()
-    assert module.weight.dtype == torch.bfloat16 and module._fp8_scales.scale.dtype == torch.float32
-    assert_same_scales(module._fp8_scales, before)
-    module.to("meta")
-    assert module._fp8_scales is None and "_extra_state" not in module.state_dict()
-
-
-@pytest.mark.gpu
-def test_scales_go_to_a_gpu_and_back():
-    module, recipe = stepped()
-    before = copy.deepcopy(module._fp8_scales)
-    module.cuda()
-    assert module._fp8_scales.scale.is_cuda and module._fp8_scales.largest.is_cuda
-    with fp8_autocast(recipe=recipe):
-        module(random(5, 200, device="cuda"), fp8_output=True)
-    assert module._fp8_scales.amax_history.is_cuda
-    module.load_state_dict(module.state_dict(), strict=True)
-    assert module.cpu()._fp8_scales.scale.device.type == "cpu"
-    other, _ = stepped()
-    other.load_state_dict(module.state_dict(), strict=True)
-    assert_same_scales(other._fp8_scales, module._fp8_scales)
-    assert not torch.equal(before.amax_history, other._fp8_scales.amax_history)
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "LayerNormLinear"])
@@ -154,7 +77,7 @@ def test_training_after_a_first_call_in_inference_mode(kind):
     for length, fp8_format in ((3, Format.HYBRID), (5, Format.E4M3)):
         with fp8_autocast(recipe=DelayedScaling(amax_history_len=length, fp8_format=fp8_format)):
             module(x, **options)
-    scales = module._fp8.scales["forward"] if linear else module._fp8_scales
+    scales = module._fp8.scales["forward"] if linear else module._fp8.scales.get("y")
     assert scales.scale[0] != 1 and len(scales.amax_history) == 5
 
 
@@ -174,14 +97,14 @@ def test_compiled_with_a_graph_break(recipe):
         with fp8_autocast(recipe=recipe):
             assert torch.equal(compiled(module, x), run(twin, x))
     if isinstance(recipe, DelayedScaling):
-        assert_same_scales(module._fp8_scales, twin._fp8_scales)
+        assert_same_scales(module._fp8.scales["y"], twin._fp8.scales["y"])
 
 
 def scales_of(module):
     kept = (
         module._fp8.scales["forward"]
         if isinstance(module, cupynorm.LayerNormLinear)
-        else module._fp8_scales
+        else module._fp8.scales.get("y")
     )
     return kept.scale, kept.amax_history, kept.largest
 
@@ -225,7 +148,7 @@ def test_a_refused_call_changes_no_state(options):
     with fp8_autocast(recipe=DelayedScaling(amax_history_len=4)):
         used(random(5, 200, seed=3), fp8_output=True)
     for module in (new, used):
-        kept = module._fp8_scales
+        kept = module._fp8.scales.get("y")
         state = {name: value.clone() for name, value in module.state_dict().items()}
         fields = {} if kept is None else dict(vars(kept))
         with fp8_autocast(recipe=recipe):
@@ -237,25 +160,20 @@ def test_a_refused_call_changes_no_state(options):
                     call, random(5, 200, grad=True), use_reentrant=False
                 )
             assert not scales.active().used
-        assert module._fp8_scales is kept
+        assert module._fp8.scales.get("y") is kept
         assert all(vars(kept)[name] is value for name, value in fields.items())
         after = module.state_dict()
         assert all(torch.equal(after[name], value) for name, value in state.items())
 
 
 def test_a_history_of_another_length_is_loaded_in_inference_mode():
-    modules = []
-    for length in (3, 5):
-        modules.append(make("RMSNorm"))
-        with fp8_autocast(recipe=DelayedScaling(amax_history_len=length)):
-            modules[-1](random(5, 200, seed=length), fp8_output=True)
-    short, module = modules
+    (short, recipe), (module, _) = stepped("RMSNorm", 3), stepped("RMSNorm", 5)
     with torch.inference_mode():
         module.load_state_dict(short.state_dict())
-    for each in modules:
-        with fp8_autocast(recipe=DelayedScaling(amax_history_len=3)):
+    for each in (short, module):
+        with fp8_autocast(recipe=recipe):
             each(random(5, 200), fp8_output=True)
-    assert_same_scales(short._fp8_scales, module._fp8_scales)
+    assert_same_scales(short._fp8.scales["y"], module._fp8.scales["y"])
 
 
 def test_scales_cannot_be_made_in_a_capture(monkeypatch):
@@ -304,7 +222,7 @@ def test_steps_in_a_cuda_graph_are_the_eager_ones(recipe):
             module.weight.grad, twin.weight.grad
         )
         if isinstance(recipe, DelayedScaling):
-            assert_same_scales(module._fp8_scales, twin._fp8_scales)
+            assert_same_scales(module._fp8.scales["y"], twin._fp8.scales["y"])
             np.testing.assert_array_equal(raw(made.transposed), raw(expected.transposed))
     if isinstance(recipe, DelayedScaling):
         with (

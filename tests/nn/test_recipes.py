@@ -16,9 +16,10 @@ import cupynorm
 torch = pytest.importorskip("torch")
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import quantization, recipes, scales  # noqa: E402
-from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
+from cupynorm import recipes  # noqa: E402
+from cupynorm.nn import quantization, scales  # noqa: E402
 from cupynorm.nn.scales import Scales  # noqa: E402
+from cupynorm.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
 
 
 def record(scales, at, x):
@@ -26,6 +27,7 @@ def record(scales, at, x):
     quantization.quantize(x.reshape(1, -1), scales.scale[at], recipes.E4M3, amax=scales.amax(at))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ("max", "most_recent"))
 @pytest.mark.parametrize("length, margin", ((1, 0), (2, 1), (4, 0), (16, 3), (300, -2), (1024, 0)))
 @pytest.mark.parametrize("device", (*DEVICES, "kernels"))
@@ -142,47 +144,6 @@ def test_options_that_recipes_refuse():
             scales.fp8_autocast(**arguments).__enter__()
 
 
-def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
-    """Both ranks take the larger amax. A single rank, or reduce_amax=False, makes no all_reduce."""
-
-    class Group:
-        def size(self):
-            return 2
-
-    asked, group = [], Group()
-
-    def all_reduce(tensor, op, group):
-        asked.append((op, group))
-        tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
-
-    def all_gather_object(of_ranks, own, group):
-        of_ranks[:] = own, own
-
-    for name, value in (
-        ("is_initialized", lambda: True),
-        ("get_world_size", lambda group: 2),
-        ("get_backend", lambda group: "gloo"),
-        ("all_reduce", all_reduce),
-        ("all_gather_object", all_gather_object),
-    ):
-        monkeypatch.setattr(torch.distributed, name, value)
-    for recipe, expected in (
-        (DelayedScaling(amax_history_len=2), 64.0),
-        (DelayedScaling(amax_history_len=2, reduce_amax=False), 448.0),
-    ):
-        kept = Scales((recipes.E4M3,), 2, torch.device("cpu"))
-        record(kept, 0, torch.ones(1))
-        with cupynorm.fp8_autocast(recipe=recipe, group=group):
-            used = scales.UsedScales(kept, recipe, group)
-            scales.active().used[2100, 0] = used
-        assert kept.scale.item() == expected
-    assert asked == [(torch.distributed.ReduceOp.MAX, group)]
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    with cupynorm.fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
-        pass
-    assert len(asked) == 1
-
-
 def filled(length: int) -> Scales:
     scales = Scales((recipes.E4M3, recipes.E5M2), length, torch.device("cpu"))
     recipe = DelayedScaling(amax_history_len=length)
@@ -227,7 +188,7 @@ def test_states_are_packed_as_bytes_without_pickle():
         )
     for cut in (packed[:-8], packed[:-3], packed[:40]):
         with pytest.raises(
-            ValueError, match="the fp8 state in a state dict (has [0-9]+ bytes of|begins with)"
+            ValueError, match="the fp8 state in a state dict has [0-9]+ bytes after"
         ):
             scales.unpack(cut)
     assert (
@@ -251,11 +212,11 @@ def header(text: bytes, *numbers: float) -> torch.Tensor:
         (np.zeros(3, np.uint8), "is an ndarray; expected the uint8 tensor"),
         (b"cupynorm fp8 state 1\n", "is a bytes; expected the uint8 tensor"),
         ({"scale": 1}, "is a dict; expected the uint8 tensor"),
-        (header(b"[1, 2]"), "begins with .*; expected the names of scales and their extents"),
-        (header(b"[" * 100_000), ".*; expected the names of scales and their extents"),
-        (header(b'{"y": [1, -1]}'), ".*; expected the names of scales and their extents"),
-        (header(b'{"y": 3}'), ".*; expected the names of scales and their extents"),
-        (header(b"{}"), "has 0 bytes of numbers; expected some"),
+        (header(b"[1, 2]"), ".*; expected scales and histories of"),
+        (header(b"[" * 100_000), ".*; expected scales and histories of"),
+        (header(b'{"y": [1, -1]}'), ".*; expected scales and histories of"),
+        (header(b'{"y": 3}'), ".*; expected scales and histories of"),
+        (header(b"{}"), "has 0 bytes after b?.*; expected scales"),
         (header(b'{"y": [1, 1]}', np.nan, 0), r"has the scales \[nan\]; expected finite"),
         (header(b'{"y": [1, 1]}', 0, 0), r"has the scales \[0.0\]; expected finite ones above 0"),
         (header(b'{"y": [1, 1]}', -np.inf, 0), r"has the scales \[-inf\]; expected finite"),

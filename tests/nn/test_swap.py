@@ -123,19 +123,15 @@ def test_keep_rounding_reproduces_the_rounding_of_x_hat(what, device):
         assert off < 2e-3 if kept or what in ("Gemma", "torch.nn.RMSNorm") else off > 0.1
 
 
-@pytest.mark.parametrize(
-    "make", [LlamaRMSNorm, GemmaRMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm, ClipLayerNorm]
-)
+@pytest.mark.parametrize("make", [LlamaRMSNorm, torch.nn.LayerNorm])
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_modules_on_other_devices_are_probed_on_the_cpu(make, device):
     model = torch.nn.Sequential(make(64)).to(device).bfloat16()
     before = list(model.parameters())
     report = cupynorm.swap_norms(model)
     assert len(report.swapped) == 1 and not report.left
-    assert (
-        all(got is parameter for got, parameter in zip(model.parameters(), before))
-        and before[0].device.type == device
-    )
+    assert all(now is then for now, then in zip(model.parameters(), before))
+    assert before[0].device.type == device
 
 
 APEX = "apex.normalization.fused_layer_norm"
@@ -352,19 +348,19 @@ SHARDED = "it has been sharded, as by FullyShardedDataParallel"
 NO_WIDTH = "nothing says what it normalises over"
 OTHER_DIMS = "it normalises over other dimensions than the last ones"
 LEFT = {
-    "many rows": (unless(lambda x: x.numel() > 2**15), f"{ANOTHER} input of shape (1024, 64)"),
+    "many rows": (unless(lambda x: x.numel() > 2**15), NEITHER),
     "one row": (unless(lambda x: x.numel() == 64), f"{ANOTHER} input of shape (1, 64)"),
-    "a NaN in other rows": (unless(lambda x: x.isnan().any()), f"{ANOTHER} a NaN"),
-    "no NaN": (Odd(lambda own, x: own.norm(x).nan_to_num()), f"{ANOTHER} a NaN"),
+    "a NaN in other rows": (unless(lambda x: x.isnan().any()), NEITHER),
+    "no NaN": (Odd(lambda own, x: own.norm(x).nan_to_num()), NEITHER),
     "heads": (
         Odd(lambda own, x: own.norm(x.reshape(*x.shape[:-1], -1, 64)).reshape(x.shape)),
-        "it takes input of shape (2, 128) too; expected (..., 64)",
+        f"{ANOTHER} input of shape (2, 128)",
     ),
     "dropout": (
         Odd(lambda own, x: functional.dropout(own.norm(x), training=own.training)).eval(),
         "it computes another result in training mode",
     ),
-    "limited y": (Odd(lambda own, x: own.norm(x).clamp(-6e4, 6e4)), "it limits its results"),
+    "limited y": (Odd(lambda own, x: own.norm(x).clamp(-6e4, 6e4)), NEITHER),
     "limited x": (Odd(lambda own, x: own.norm(x.clamp(-500, 500))), NEITHER),
     "eps outside": (Odd(lambda own, x: own.weight * x / (square(x).sqrt() + 1e-6)), NEITHER),
     "num_cols - 1": (Odd(lambda own, x: rms(own, x, square(x) * 4096 / 4095), 4096), NEITHER),
@@ -415,7 +411,7 @@ LEFT = {
     "empty weight": (torch.nn.LayerNorm(0), NO_WIDTH),
     "one weight": (
         with_(LlamaRMSNorm(8), weight=parameter(1)),
-        "its weight has shape (1,); expected no dimension of 1",
+        f"{ANOTHER} input of shape (2, 2)",
     ),
     "other shapes": (
         with_(torch.nn.LayerNorm(64), bias=parameter(1)),
@@ -487,10 +483,9 @@ def test_the_model_itself_is_left():
 def test_a_compiled_norm_is_left():
     """torch.compile keeps what it has wrapped, whatever else its wrapper holds."""
     compiled = torch.compile(torch.nn.LayerNorm(8), backend="eager")
-    for model, name in ((compiled, "_orig_mod"), (torch.nn.Sequential(compiled), "0._orig_mod")):
-        report = cupynorm.swap_norms(model)
-        assert not report.swapped and [each.name for each in report.left] == [name]
-        assert report.left[0].remark == "torch.compile has wrapped it; expected the swap before"
+    report = cupynorm.swap_norms(torch.nn.Sequential(compiled))
+    assert not report.swapped and [each.name for each in report.left] == ["0._orig_mod"]
+    assert report.left[0].remark == "torch.compile has wrapped it; expected the swap before"
 
 
 # The report, undo() and errors.
@@ -577,26 +572,14 @@ def test_undo_names_what_it_does_not_put_back(what):
     assert model[-1] is last and first not in [*model.modules()]
 
 
-def test_an_error_leaves_the_model_as_it_was():
-    """Nothing could undo a half of it: the report would be lost."""
-
-    class Full(torch.nn.Sequential):
-        def __setattr__(self, name: str, value: object) -> None:
-            if name == "1" and isinstance(value, cupynorm.LayerNorm):
-                raise MemoryError
-            super().__setattr__(name, value)
-
+def test_a_wrong_margin_leaves_the_model_as_it_was():
     wrong = {"eps": 0.1, "_sm_margins": {"forward": -1}}
     broken = foreign("RMSNorm", f"{TE}.rmsnorm", weight=parameter(64), **wrong)
-    of_two = Full(torch.nn.LayerNorm(64), torch.nn.LayerNorm(64), torch.nn.LayerNorm(64))
-    for model, error in (
-        (torch.nn.Sequential(torch.nn.LayerNorm(64), broken), ValueError),
-        (of_two, MemoryError),
-    ):
-        before = [*model]
-        with pytest.raises(error):
-            cupynorm.swap_norms(model)
-        assert all(now is was for now, was in zip(model, before))
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), broken)
+    before = [*model]
+    with pytest.raises(ValueError):
+        cupynorm.swap_norms(model)
+    assert all(now is was for now, was in zip(model, before))
 
 
 def test_a_report_can_be_pickled():

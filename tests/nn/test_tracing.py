@@ -66,19 +66,6 @@ def test_jit_trace_of_fused_options(device):
     assert_few_roundings(traced(x), call(x))
 
 
-LAYERS = ({}, {"parameters_split": ("q", "k")}, {"normalization": "RMSNorm"})
-
-
-@pytest.mark.parametrize("options", LAYERS, ids=str)
-@pytest.mark.parametrize("recorded", [False, True])
-def test_jit_trace_of_a_linear_layer(recorded, options):
-    layer = cupynorm.LayerNormLinear(16, 8, device="cpu", **options)
-    x = random_input(7, 16, seed=1)
-    with torch.set_grad_enabled(recorded):
-        traced = jit_trace(layer, random_input(4, 16))
-        assert_few_roundings([traced(x)], [layer(x)])
-
-
 @pytest.mark.parametrize("options", [{"out_dtype": "float8_e4m3fn"}, {"out": torch.empty(4, 16)}])
 def test_jit_trace_refuses_what_is_no_result_of_torch(options):
     with pytest.raises(NotImplementedError, match="was given to a call that torch traces"):
@@ -118,7 +105,7 @@ def test_what_is_recorded_may_be_written_in_place(record, region):
     for in_place in (False, True):
         model = torch.nn.Sequential(layer, torch.nn.ReLU(in_place))
         x = random_input(2, 3, 16).requires_grad_()
-        with cupynorm.fp8_autocast(region, cupynorm.CurrentScaling()):
+        with cupynorm.fp8_autocast(region, cupynorm.recipes.CurrentScaling()):
             y = record(model, x.detach())(x) if in_place else model(x)
         y.square().sum().backward()
         made.append((y.detach(), x.grad))
@@ -212,21 +199,6 @@ def test_symbolic_trace_records_the_calls(device):
     assert cupynorm.layer_norm in called and cupynorm.rms_norm in called
     x = random_input(7, 16).to(device)
     assert torch.equal(traced(x), block(x))
-
-
-@pytest.mark.parametrize("norm_class", [cupynorm.LayerNorm, cupynorm.RMSNorm])
-@pytest.mark.parametrize("training", [False, True])
-def test_symbolic_trace_of_a_norm_itself(training, norm_class):
-    """All arguments of its forward are inputs of the graph."""
-    norm, x = norm_class(16).train(training), random_input(7, 16)
-    traced = torch.fx.symbolic_trace(norm)
-    assert torch.equal(traced(x), norm(x))
-    call = {"residual": x, "return_residual": True, "fuse": cupynorm.functors.dropout(0.5, 3)}
-    assert all(torch.equal(*pair) for pair in zip(traced(x, **call), norm(x, **call), strict=True))
-    with pytest.raises(NotImplementedError, match="fp8_output is True"):
-        traced(x, fp8_output=True)
-    with pytest.raises(TypeError, match="the recorded norm has no dropout_p any more; expected"):
-        traced(x, dropout_p=0.5)
 
 
 def wrapped_norm(x, weight):

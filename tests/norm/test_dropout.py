@@ -195,6 +195,7 @@ def test_p_is_checked_when_the_functor_is_made(p):
 # Autograd, transforms, the compiler.
 
 
+@pytest.mark.slow
 def test_a_compiled_call_draws_its_seed(compile_anew):
     compiled = compile_anew(dropped)
     x = torch.ones(8, 40, requires_grad=True)

@@ -120,6 +120,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options))
 def test_compiled_bytes_are_the_eager_ones(options):
     x, how = random(4, 160), cupynorm.Quantize(**{"dtype": E4M3, **options})

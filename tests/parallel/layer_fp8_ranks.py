@@ -29,14 +29,14 @@ from torch import distributed
 from torch.nn import functional
 
 import cupynorm
-from cupynorm import (
+from cupynorm import fp8_autocast
+from cupynorm.linear.products import Products
+from cupynorm.nn import quantization
+from cupynorm.recipes import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
-    fp8_autocast,
 )
-from cupynorm.linear.products import Products
-from cupynorm.nn import quantization
 
 RECIPES = {
     "DelayedScaling": DelayedScaling(amax_history_len=2),
@@ -157,34 +157,8 @@ def inputs_in_8_bits(case, rank):
     layer = make_layer(case, problem, own)
     narrow = torch.randn(4, WIDTH, layer.in_features, device=DEVICE).to(torch.float8_e4m3fn)
     one = torch.ones(1, device=DEVICE)
-    given = cupynorm.QuantizedTensor(narrow, one, torch.float32)
+    given = cupynorm.types.QuantizedTensor(narrow, one, torch.float32)
     assert layer(given).shape == layer(narrow.float()).shape
-
-
-@for_main
-def a_backward_in_two_parts_is_one_step(case, rank):
-    """The second part, after the next forward, has the scale of the first."""
-    problem, own = problem_of(case), Shares(case, rank)
-    recipe, found = DelayedScaling(amax_history_len=4), []
-    for parts in (1, 2):
-        layer = make_layer(case, problem, own)
-        weights = [*layer.parameters()]
-        for step in range(3):
-            x, dy = inputs(problem, own)
-            with fp8_autocast(recipe=recipe):
-                y = layer(x)
-            dy = (1 + step) * dy
-            of_x = weights if parts == 1 else ()
-            gradients = torch.autograd.grad(y, [x, *of_x], dy, retain_graph=parts == 2)
-            with fp8_autocast(recipe=recipe):
-                layer(x)
-            if parts == 2:
-                gradients += torch.autograd.grad(y, weights, dy)
-            found.append(gradients)
-        state = layer._fp8.scales["backward"]
-        found.append([state.scale, state.amax_history])
-    for ones, others in zip(found[:4], found[4:]):
-        assert all(map(torch.equal, ones, others))
 
 
 @for_main

@@ -27,69 +27,50 @@ def store() -> Any:
     return store
 
 
-def compare_all(store: Any, calls: dict[int, dict], pause: float = 0.0) -> list[Any]:
-    """What each of these ranks gets or raises. pause: before each but the first."""
+def exchange_all(store: Any, number: int, calls: dict[int, dict]) -> list[Any]:
+    """What each of these ranks gets or raises."""
 
-    def compare(rank: int) -> Any:
-        time.sleep(pause * (rank != min(calls)))
+    def exchange(rank: int) -> Any:
+        time.sleep(0.02 * rank)
         try:
-            return agreement.compare(store, rank, SIZE, calls[rank])
-        except (ValueError, RuntimeError) as error:
+            return agreement.exchange(store, number, rank, SIZE, calls[rank])
+        except RuntimeError as error:
             return error
 
     with ThreadPoolExecutor(SIZE) as threads:
-        return list(threads.map(compare, calls))
+        return list(threads.map(exchange, calls))
 
 
 def alike(**call: object) -> dict[int, dict]:
     return {rank: {"shape": (3, 4), **call} for rank in range(SIZE)}
 
 
-def test_calls_alike(store):
-    for number in range(20):
-        assert compare_all(store, alike(number=number)) == [number] * SIZE
-    assert store.num_keys() == 1
-
-
-def test_calls_that_differ(store):
-    calls = alike()
-    calls[3]["shape"] = (5, 4)
-    for _ in range(3):
-        for error in compare_all(store, calls):
+def test_calls_of_all_ranks_are_compared(store):
+    """The store keeps those of the last exchange alone."""
+    for number in range(5):
+        calls = alike(number=number)
+        calls[3]["shape"] = (3, 4) if number < 4 else (5, 4)
+        for found in exchange_all(store, number, calls):
+            assert [each["number"] for each in found] == [str(number)] * SIZE
+            if number < 4:
+                agreement.check_same(found)
+                continue
             with pytest.raises(ValueError, match=r"^shape is \(5, 4\) on rank 3 of tp_group and "):
-                raise error
-    number, *_ = compare_all(store, alike())
-    assert number == 6, "each difference takes two meetings"
+                agreement.check_same(found)
+        assert store.num_keys() == SIZE
 
 
-def test_ranks_that_do_not_come(store):
+@pytest.mark.parametrize("absent", ((1, 3), (4,)))
+def test_ranks_that_do_not_come(store, absent):
     """They are named, and the others take back what they brought."""
-    calls = alike()
-    for absent in ((1, 3), (4,), (1, 3)):
-        some = {rank: call for rank, call in calls.items() if rank not in absent}
-        started = time.monotonic()
-        for error in compare_all(store, some):
-            names = ", ".join(map(str, absent))
-            with pytest.raises(RuntimeError, match=f"and rank {names} has none; expected the same"):
-                raise error
-        assert time.monotonic() - started < 10 * SECONDS
-    assert compare_all(store, calls) == [0] * SIZE
-
-
-@pytest.mark.parametrize("pause", [SECONDS * part for part in (0.9, 0.99, 1, 1.01, 1.1)])
-def test_a_meeting_is_for_all_ranks_or_for_none(store, pause):
-    """Four come when the time of the first ends. Those that wait in vain compare as before."""
-    found = compare_all(store, alike(), pause)
-    kinds = {type(each) for each in found}
-    assert kinds in ({int}, {RuntimeError}), found
-    assert len({str(each) for each in compare_all(store, alike())}) == 1
-
-
-def test_nothing_that_ranks_send_is_code(store):
-    """The state is JSON: what is no JSON is refused."""
-    store.set("cupynorm", b"\x80\x04cposix\nsystem\n.")
-    with pytest.raises(ValueError):
-        agreement.compare(store, 0, SIZE, {})
+    some = {rank: call for rank, call in alike().items() if rank not in absent}
+    started, names = time.monotonic(), ", ".join(map(str, absent))
+    for error in exchange_all(store, 0, some):
+        with pytest.raises(RuntimeError, match=f"rank {names} has none; expected the same"):
+            raise error
+    assert time.monotonic() - started < 10 * SECONDS
+    calls = exchange_all(store, 0, alike(number=2))
+    assert calls == [[{"shape": "(3, 4)", "number": "2"}] * SIZE] * SIZE
 
 
 @pytest.mark.slow

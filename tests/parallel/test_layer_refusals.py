@@ -65,8 +65,6 @@ def test_its_text_says_how_it_is_shared():
 
 def test_arguments_without_effect():
     """One warning names them."""
-    with pytest.raises(ValueError, match="symmetric_ar_type is 'ring'; expected None, 'one_shot'"):
-        make("row", symmetric_ar_type="ring")
     with pytest.warns(
         UserWarning, match="^ub_overlap_rs, symmetric_ar_type has no effect: coll"
     ) as w:

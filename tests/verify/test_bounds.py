@@ -32,6 +32,7 @@ def off(problem: Problem, change=None) -> set[str]:
     return {found.tensor for found in findings if not found.ok}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.02, 0.5])
 @pytest.mark.parametrize("statistics", ["two_pass", "welford"])
 @pytest.mark.parametrize(

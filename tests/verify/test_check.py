@@ -65,12 +65,14 @@ def test_a_result_says_first_what_is_wrong():
     shown = result._repr_html_()
     assert shown.index("OFF: 4 of 4") < shown.index("rstd is 1") < shown.index("<table")
     # Of many tensors some are shown, and the counts are those of all.
-    many = cupynorm.CheckResult(result.findings * 20)
+    many = cupynorm.types.CheckResult(result.findings * 20)
     lines = str(many).splitlines()
     assert lines[0].startswith("OFF: 80 of 80 tensors") and "(and in 79 more cases)" in lines[1]
     assert sum("OFF: " in line for line in lines[2:]) == 12
     assert "at most 12 tensors that are off" in lines[-1]
-    assert not cupynorm.CheckResult() and "OFF: no tensor" in str(cupynorm.CheckResult())
+    assert not cupynorm.types.CheckResult() and "OFF: no tensor" in str(
+        cupynorm.types.CheckResult()
+    )
 
 
 def test_a_wrong_element_is_found_with_its_index():
@@ -284,6 +286,7 @@ def numbers_of(cases) -> set[int]:
     return {int(each.rpartition(", T")[2].split()[0]) for each in cases if ", T" in each}
 
 
+@pytest.mark.slow
 @NEW
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_right_functions_pass_all_traps(dtype):

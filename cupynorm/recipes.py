@@ -1,5 +1,9 @@
 """torch: the recipes of cupynorm.fp8_autocast, which say where scales of 8-bit floats come from.
 
+Examples:
+    >>> cupynorm.recipes.BlockScaling().fp8_format.name
+    'E4M3'
+
 DelayedScaling   from the amaxes of earlier steps; this step's amax is recorded
 CurrentScaling   largest / amax of the tensor itself
 BlockScaling     the same for each 128 columns of a row, and for each 128 x 128 of a weight
@@ -28,7 +32,7 @@ class Format(enum.Enum):
     """The 8-bit floats of forward and backward.
 
     Examples:
-        >>> cupynorm.Format.HYBRID.value
+        >>> cupynorm.recipes.Format.HYBRID.value
         (torch.float8_e4m3fn, torch.float8_e5m2)
 
     E4M3: float8_e4m3fn in both. HYBRID: float8_e4m3fn in forward, float8_e5m2 for gradients.
@@ -59,8 +63,9 @@ class DelayedScaling:
 
     Examples:
         >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]], requires_grad=True)
+        >>> recipe = cupynorm.recipes.DelayedScaling(amax_history_len=16)
         >>> for step in range(2):
-        ...     with cupynorm.fp8_autocast(recipe=cupynorm.DelayedScaling(amax_history_len=16)):
+        ...     with cupynorm.fp8_autocast(recipe=recipe):
         ...         y = norm(x, fp8_output=True)
         ...     print(round(1 / y.scale_inv.item(), 1))
         1.0
@@ -129,7 +134,7 @@ class CurrentScaling:
 
     Examples:
         >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]])
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling(power_of_two=True)):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling(power_of_two=True)):
         ...     y = norm(x, fp8_output=True)
         >>> 1 / y.scale_inv.item()
         256.0
@@ -163,7 +168,7 @@ class BlockScaling:
 
     Examples:
         >>> norm, x = cupynorm.RMSNorm(256), torch.ones(4, 256)
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.BlockScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.BlockScaling()):
         ...     y = norm(x, fp8_output=True)
         >>> tuple(y.scale_inv.shape)
         (4, 2)
