@@ -260,7 +260,7 @@ def test_a_small_run(options):
         assert each.errors["cupynorm"] <= 1 and min(each.samples["cupynorm"]) > 0
         # A kernel that is several times faster than a copy was not measured right.
         assert each.share("cupynorm") < 5
-    assert report.compare(result, result)[1]
+    assert report.guard(result, lambda todo: result)[2]
 
 
 @pytest.mark.gpu
