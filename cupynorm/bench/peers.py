@@ -318,12 +318,7 @@ def first_line(error: BaseException) -> str:
 
 
 def prepare(
-    name: str,
-    cell: Cell,
-    tensors: Tensors,
-    *,
-    record: bool = False,
-    launch: Launch | None = None,
+    name: str, cell: Cell, tensors: Tensors, *, record: bool = False, launch: Launch | None = None
 ) -> Runner:
     """A library on a cell's tensors.
 

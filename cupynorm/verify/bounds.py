@@ -151,11 +151,7 @@ class _Rows:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        x: np.ndarray,
-        rounded_mean: bool,
-        e_backward: np.ndarray | None,
+        self, problem: Problem, x: np.ndarray, rounded_mean: bool, e_backward: np.ndarray | None
     ) -> None:
         """x: the rows that are normalised. e_backward: None for the usual."""
         case = problem.case

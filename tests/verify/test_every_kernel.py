@@ -17,11 +17,7 @@ from every_matrix import (
     run_scales,
 )
 from every_product import judge_product, products, run_product
-from every_quantized import (
-    E4M3,
-    quantized_cases,
-    run_quantized,
-)
+from every_quantized import E4M3, quantized_cases, run_quantized
 from quantized_calls import How, judge_bytes, judge_values, run_8_bits
 from repository_files import KERNELS
 
