@@ -15,7 +15,6 @@ from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.strategies import STRATEGIES
 from cupynorm.gpu import nvrtc, on_cpu
 from cupynorm.verify import check as gradient_check
-from cupynorm.verify.activations import shipped
 from cupynorm.verify.command import random_shapes
 
 try:
@@ -89,34 +88,6 @@ def test_a_run_that_ends_early_is_one_sentence(monkeypatch, capsys, error, code,
     monkeypatch.setattr(gradient_check, "run_kernels", fails)
     found, _, err = call(capsys, "--quick", "--on", "cpu")
     assert found == code and err.strip().splitlines()[-1].endswith(sentence)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_files(tmp_path):
-    """In their own dtypes; of a large one some rows."""
-    layer, generator = shipped()[0], np.random.default_rng(0)
-    tensors = {name: getattr(layer, name).astype(np.float32) for name in ("x", "weight", "bias")}
-    np.save(tmp_path / "one.npy", tensors["x"].astype(np.float16))
-    np.savez(tmp_path / "two.npz", **tensors, ids=np.arange(3))
-    np.save(tmp_path / "large.npy", generator.standard_normal((3000, 768)).astype(np.float32))
-    result = run("check", *sorted(tmp_path.iterdir()), "--on", "cpu")
-    assert result.returncode == 0, result.stdout + result.stderr
-    for name in ("one, 1 x 384", "two, 1 x 384", "large, 1365 of 3000 x 768"):
-        assert result.stdout.count(name) == 2  # both norms
-    assert "layer5_output" not in result.stdout
-    assert re.search("rows x columns +float16 +float32\n", result.stdout)
-    assert run(tmp_path / "one.npy", "--on", "cpu").returncode == 0  # "check" may be left out
-
-
-@needs_compiler
-def test_files_that_cannot_be_read(refused, tmp_path):
-    assert "none.npy: No such file" in refused(tmp_path / "none.npy", "--on", "cpu")
-    assert refused(tmp_path / "\x1b]0;owned\x07\n.npy").isprintable()
-    np.save(tmp_path / "ids.npy", np.arange(4))
-    assert "have no array of floats; expected at least one" in refused(
-        tmp_path / "ids.npy", "--on", "cpu"
-    )
 
 
 def test_without_a_compiler(refused, monkeypatch, tmp_path):
