@@ -7,8 +7,8 @@ import torch
 
 from cupynorm.bench import measure, peers, report
 from cupynorm.bench.cells import COLS, MODELS, Cell, LinearCell, cells, linear_cells
-from cupynorm.bench.peers import PEERS, Peer, prepare
-from cupynorm.bench.truth import Truth, tensors_of, verify
+from cupynorm.bench.measure import Truth, verify
+from cupynorm.bench.peers import PEERS, Peer, prepare, tensors_of
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.gpu import launch, nvrtc
 
