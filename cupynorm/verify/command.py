@@ -18,8 +18,8 @@ from ..dtypes import DTYPES
 from ..gpu import nvrtc, on_cpu
 from ..plans import plan
 from ..table import as_text
-from . import activations, check, kernels
-from .cases import DIRECTIONS, NORMS, Case
+from . import check, kernels
+from .cases import DIRECTIONS, NORMS, Case, shipped
 from .results import CheckResult, worst_of
 from .traps import Trial, default_trials, trap_trials
 
@@ -155,7 +155,7 @@ def entries_of(
             for trial in trap_trials(Case(norm, 0, 0, dtype, **options), seed=arguments.seed)
         ]
     entries = []
-    for norm, each, dtype in product(norms, activations.shipped(), dtypes):
+    for norm, each, dtype in product(norms, shipped(), dtypes):
         problem = each._replace(**options).problem(norm, dtype)
         name = f"{each.name}, {_shape(problem.case)}"
         entries.append(Entry(name, problem.case, [Trial(problem)]))
