@@ -56,7 +56,7 @@ _left: Counter[tuple[str, str]] = Counter()
 
 
 def _launching(launches: Prepared, order: tuple[str, ...]) -> Callable[..., None]:
-    """A function that launches a prepared call. It takes addresses of these tensors, 0 if absent."""
+    """A function that launches a prepared call. It takes addresses of the order, 0 if absent."""
     arguments = launches.call.arguments_of(order)
     constants, sums, stream = arguments.constants, arguments.sums, launches.library.stream
     steps = [(each.enqueue, pick) for (each, _), pick in zip(launches.steps, arguments.picks)]
