@@ -37,7 +37,7 @@ from .modes import (
     run_untraced,
     wants_gradient,
 )
-from .private import TensorGuards, is_forward_mode
+from .private import is_forward_mode, same_layouts
 
 # Called by these names in each call: an attribute of a module takes longer.
 _is_grad_enabled = torch.is_grad_enabled
@@ -199,10 +199,7 @@ class Repeated:
 
     def __init__(self, prepared: Any, launches: Prepared, operands: tuple) -> None:
         self.prepared = prepared
-        guards = TensorGuards(
-            *launches.read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
-        self.run = launches.repeating(guards.check)
+        self.run = launches.repeating(same_layouts(launches.read(operands)))
 
 
 def is_repeatable(launches: Prepared | None, operands: tuple) -> bool:
