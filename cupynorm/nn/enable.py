@@ -35,7 +35,7 @@ from ..norm.request import (
 )
 from ..table import as_html, as_text, printable
 from . import private
-from .autograd import is_repeatable, names_of, normalize
+from .autograd import backward_again, forward_again, is_repeatable, names_of, normalize
 from .modes import PLAIN, has_functorch_transforms, num_dispatch_modes, wants_gradient
 from .private import is_forward_mode
 
@@ -50,104 +50,6 @@ _is_grad_enabled = torch.is_grad_enabled
 # those left by norm and reason.
 _served: dict[str, list[int]] = {}
 _left: Counter[tuple[str, str]] = Counter()
-
-
-# Calls like one before. Every line runs in each of them, in backward on a thread that is cold.
-
-
-def _launching(launches: Prepared, order: tuple[str, ...]) -> Callable[..., None]:
-    """A function that launches a prepared call; it takes the tensors' addresses, 0 if absent."""
-    arguments = launches.call.arguments_of(order)
-    constants, sums, stream = arguments.constants, arguments.sums, launches.library.stream
-    steps = [(each.enqueue, pick) for (each, _), pick in zip(launches.steps, arguments.picks)]
-
-    def launch(*addresses: int) -> None:
-        words = addresses + constants
-        if sums:
-            words += tuple([addresses[at] + offset for at, offset in sums])
-        current = stream()
-        for enqueue, pick in steps:
-            enqueue(current, pick(words))
-
-    return launch
-
-
-def _layouts(launches: Prepared, operands: tuple) -> Callable[..., bool]:
-    """Whether tensors have the layouts of these. What is None is known by the key of a call."""
-    read = launches.read
-    are_same = private.same_layouts(read(operands))
-    if any(each is None for each in operands):
-        return lambda *given: are_same(*read(given))
-    return are_same
-
-
-def _forward_again(launches: Prepared, operands: tuple, given: tuple, count: list[int]) -> _Kernel:
-    """given: what else counts. The function returns None where that or a layout differs."""
-    are_same, index = _layouts(launches, operands), launches.device_index
-    order = "x", "weight", "bias", "y", "mean", "rstd"
-    new_y, new_mean, new_rstd = map(launches.new.get, order[3:])
-    launch, exchange_device = _launching(launches, order), launches.library.exchange_device
-
-    def again(x, weight, bias, *rest):
-        if rest != given or not are_same(x, weight, bias):
-            return None
-        of_x, of_mean, of_rstd = x.data_ptr(), 0, 0
-        of_weight = 0 if weight is None else weight.data_ptr()
-        of_bias = 0 if bias is None else bias.data_ptr()
-        if (of_x | of_weight | of_bias) & 15:
-            return None
-        former = exchange_device(index)
-        try:
-            y, mean, rstd = new_y(), None, None
-            if new_mean is not None:
-                of_mean = (mean := new_mean()).data_ptr()
-            if new_rstd is not None:
-                of_rstd = (rstd := new_rstd()).data_ptr()
-            launch(of_x, of_weight, of_bias, y.data_ptr(), of_mean, of_rstd)
-        finally:
-            if former != index:
-                exchange_device(former)
-        count[0] += 1
-        return y, mean, rstd
-
-    return again
-
-
-def _backward_again(launches: Prepared, operands: tuple, given: tuple, count: list[int]) -> _Kernel:
-    """As _forward_again."""
-    are_same, index = _layouts(launches, operands), launches.device_index
-    order = "dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias", "partials"
-    new_dx, new_dweight, new_dbias, new_partials = map(launches.new.get, order[5:])
-    launch, exchange_device = _launching(launches, order), launches.library.exchange_device
-
-    def again(dy, x, mean, rstd, weight, *rest):
-        if rest != given or not are_same(dy, x, mean, rstd, weight):
-            return None
-        of_mean = 0 if mean is None else mean.data_ptr()
-        of_weight = 0 if weight is None else weight.data_ptr()
-        read = dy.data_ptr(), x.data_ptr(), of_mean, rstd.data_ptr(), of_weight
-        if (read[0] | read[1] | of_mean | read[3] | of_weight) & 15:
-            return None
-        former = exchange_device(index)
-        dx = dweight = dbias = partials = None
-        of_dx = of_dweight = of_dbias = of_partials = 0
-        try:
-            if new_dx is not None:
-                of_dx = (dx := new_dx()).data_ptr()
-            if new_dweight is not None:
-                of_dweight = (dweight := new_dweight()).data_ptr()
-            if new_dbias is not None:
-                of_dbias = (dbias := new_dbias()).data_ptr()
-            if new_partials is not None:
-                of_partials = (partials := new_partials()).data_ptr()
-            launch(*read, of_dx, of_dweight, of_dbias, of_partials)
-        finally:
-            if former != index:
-                exchange_device(former)
-        count[0] += 1
-        return dx, dweight, dbias, partials
-
-    return again
 
 
 def _first(name: str, key: tuple, operands: tuple, given: tuple, kind: tuple) -> Any:
@@ -191,7 +93,7 @@ def _prepare_forward(
 def _prepare_backward(
     operands: tuple, extents: list[int], output_mask: list[bool], dbias_dtype: torch.dtype | None
 ) -> tuple:
-    dy, x, *statistics, weight = operands
+    dy, x, *statistics, weight, _ = operands
     leading = x.shape[: x.ndim - len(extents)]
     # Views, so the addresses of a repeated call stay those of the operands.
     mean, rstd = (each if each is None else each.view(leading) for each in statistics)
@@ -205,19 +107,19 @@ def _prepare_backward(
 # Kernels, named as aten's operators and with their arguments. former: what stood there before.
 
 
-_BACKWARD = _prepare_backward, _backward_again
+_BACKWARD = _prepare_backward, backward_again
 
 
 def native_layer_norm(former: _Kernel) -> _Kernel:
     calls = of_aten.setdefault("layer_norm", {})
-    kind = partial(_prepare_forward, FOR_ATEN, True), _forward_again
+    kind = partial(_prepare_forward, FOR_ATEN, True), forward_again
 
     def ours(x, extents, weight, bias, eps):
         key = x.numel(), weight is None, bias is None
         for again in calls.get(key, ()):
-            if (made := again(x, weight, bias, eps, extents)) is not None:
-                return made
-        made = _first("layer_norm", key, (x, weight, bias), (eps, extents), kind)
+            if (made := again(x, weight, bias, None, eps, extents)) is not None:
+                return made[:3]
+        made = _first("layer_norm", key, (x, weight, bias, None), (eps, extents), kind)
         return former(x, extents, weight, bias, eps) if made is None else made
 
     return ours
@@ -229,10 +131,10 @@ def native_layer_norm_backward(former: _Kernel) -> _Kernel:
     def ours(dy, x, extents, mean, rstd, weight, bias, wanted):
         dtype, key = None if bias is None else bias.dtype, (x.numel(), weight is None)
         for again in calls.get(key, ()):
-            made = again(dy, x, mean, rstd, weight, extents, wanted, dtype)
+            made = again(dy, x, mean, rstd, weight, None, extents, wanted, dtype)
             if made is not None:
                 return made[:3]
-        operands, given = (dy, x, mean, rstd, weight), (extents, wanted, dtype)
+        operands, given = (dy, x, mean, rstd, weight, None), (extents, wanted, dtype)
         made = _first("layer_norm backward", key, operands, given, _BACKWARD)
         if made is None:
             return former(dy, x, extents, mean, rstd, weight, bias, wanted)
@@ -243,15 +145,15 @@ def native_layer_norm_backward(former: _Kernel) -> _Kernel:
 
 def _fused_rms_norm(former: _Kernel) -> _Kernel:
     calls = of_aten.setdefault("rms_norm, recorded", {})
-    kind = partial(_prepare_forward, FOR_ATEN, False), _forward_again
+    kind = partial(_prepare_forward, FOR_ATEN, False), forward_again
 
     def ours(x, extents, weight, eps):
         key = x.numel(), weight is None
         for again in calls.get(key, ()):
-            if (made := again(x, weight, None, eps, extents)) is not None:
-                return made[::2]
-        made = _first("rms_norm, recorded", key, (x, weight, None), (eps, extents), kind)
-        return former(x, extents, weight, eps) if made is None else made[::2]
+            if (made := again(x, weight, None, None, eps, extents)) is not None:
+                return made[:3:2]
+        made = _first("rms_norm, recorded", key, (x, weight, None, None), (eps, extents), kind)
+        return former(x, extents, weight, eps) if made is None else made[:3:2]
 
     return ours
 
@@ -262,10 +164,10 @@ def _fused_rms_norm_backward(former: _Kernel) -> _Kernel:
     def ours(dy, x, extents, rstd, weight, wanted):
         key = x.numel(), weight is None
         for again in calls.get(key, ()):
-            made = again(dy, x, None, rstd, weight, extents, wanted, None)
+            made = again(dy, x, None, rstd, weight, None, extents, wanted, None)
             if made is not None:
                 return made[:2]
-        operands, given = (dy, x, None, rstd, weight), (extents, wanted, None)
+        operands, given = (dy, x, None, rstd, weight, None), (extents, wanted, None)
         made = _first("rms_norm backward", key, operands, given, _BACKWARD)
         return former(dy, x, extents, rstd, weight, wanted) if made is None else made[:2]
 
@@ -276,7 +178,7 @@ def rms_norm(former: _Kernel) -> _Kernel:
     """Above autograd: weights of another dtype than x, for which torch runs eight operations, and
     calls without gradients, which need no statistics."""
     calls = of_aten.setdefault("rms_norm", {})
-    kind = partial(_prepare_forward, FOR_Y, False), _forward_again
+    kind = partial(_prepare_forward, FOR_Y, False), forward_again
 
     def ours(x, extents, weight=None, eps=None):
         if (
@@ -290,9 +192,9 @@ def rms_norm(former: _Kernel) -> _Kernel:
         if not (_is_grad_enabled() and wants_gradient(x, weight)):
             key = x.numel(), weight is None
             for again in calls.get(key, ()):
-                if (made := again(x, weight, None, eps, extents)) is not None:
+                if (made := again(x, weight, None, None, eps, extents)) is not None:
                     return made[0]
-            made = _first("rms_norm", key, (x, weight, None), (eps, extents), kind)
+            made = _first("rms_norm", key, (x, weight, None, None), (eps, extents), kind)
         elif weight is None or weight.dtype == x.dtype:
             made = private.fused_rms_norm(x, extents, weight, eps)
         else:
