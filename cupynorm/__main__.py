@@ -10,9 +10,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from . import __version__, plans
 from .bench import bench_command
+from .bench.report import BenchResult
 from .dispatch.devices import Device
 from .gpu import launch, on_cpu
 from .gpu.nvrtc import MissingLibraryError, has_gpu
@@ -27,6 +29,13 @@ def current_device() -> Device | None:
     return launch.current_device() if has_gpu() else None
 
 
+def draw_chart(result: BenchResult, path: Path) -> None:
+    """That of the README. Raises ImportError without matplotlib."""
+    from .explore import plots
+
+    plots.chart(result, path)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands. Each sets `run`, which takes the arguments."""
     about = "LayerNorm and RMSNorm kernels: check them, see which is chosen, measure them."
@@ -35,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar=f"{{{','.join(COMMANDS)}}}")
     check_command.add_to(commands)
     plans.add_to(commands, current_device)
-    bench_command.add_to(commands)
+    bench_command.add_to(commands, draw_chart)
     return top
 
 
@@ -61,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in (*COMMANDS, "-h", "--help", "--version"):
-        if words and words[0].isidentifier() and not os.path.exists(words[0]):
+        if words and words[0].isidentifier():
             found = f"{words[0]!r} is no command"
             if words[0] in dir(sys.modules[__package__]):
                 found = f"cupynorm.{words[0]} is a name of Python and no command"
@@ -86,9 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except kernel_errors() as error:
         print(f"cupynorm: a kernel failed: {sentence_of(error)}", file=sys.stderr)
         return 1
-    except SystemExit:  # of code that a command imports or calls
-        print("cupynorm: sys.exit was called before the end of the command", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

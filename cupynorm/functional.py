@@ -131,14 +131,14 @@ def layer_norm(
     eps: added to the variance.
     residual: of the input's shape and any of the four dtypes. What is normalised is input +
         residual, rounded once to the residual's dtype.
-    return_residual: also return that sum.
+    return_residual: also return that sum; without a residual it is the input itself.
     zero_centered_weight: multiply by 1 + weight.
     round_x_hat: round x_hat to a 16-bit input's dtype before the weight multiplies it, as Hugging
         Face's Llama does. Gradients are those without that rounding.
     out: an array for y, or (y, sum), of the input's shape with contiguous rows. y may be the input
         and sum the residual, in place. Else they share no memory with what is read.
     out_dtype: dtype of y, by default the input's. With a cupynorm.Quantize (or the name of its
-        dtype) y is a cupynorm.QuantizedTensor, whose dequantize() gradients flow through.
+        dtype) y is a cupynorm.types.QuantizedTensor, whose dequantize() gradients flow through.
     fuse: a functor, or a tuple of them in their order (cupynorm.functors, cupynorm.functor). Those
         on x apply before the residual is added, those on y before y is rounded.
     launch: a cupynorm.Launch. None: the width of a row decides.

@@ -24,7 +24,6 @@ computed in float64 and rounded once, which roundings alone explain.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import math
@@ -196,14 +195,13 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> Result:
         content = json.loads(text)
-        models = {}
-        for name, each in content.pop("models").items():
+        for name, each in content["models"].items():
             phases = {
                 phase: Phase(found["milliseconds"], found["distances"])
                 for phase, found in each["phases"].items()
             }
-            models[name] = ModelResult(each["title"], each["about"], phases)
-        return cls(models=models, **content)
+            content["models"][name] = ModelResult(each["title"], each["about"], phases)
+        return cls(**content)
 
     @property
     def too_far(self) -> list[str]:
@@ -235,15 +233,18 @@ class Result:
 
     def phases(self) -> dict[str, list[tuple[str, Phase]]]:
         """Phase -> (title, Phase) of each model."""
-        models = self.models.values()
         return {
-            phase: [(each.title, each.phases[phase]) for each in models if phase in each.phases]
-            for phase in PHASES
+            name: [
+                (each.title, each.phases[name])
+                for each in self.models.values()
+                if name in each.phases
+            ]
+            for name in PHASES
         }
 
     def runs(self) -> list[str]:
         """Those that were measured in any model."""
-        every = [phase for model in self.models.values() for phase in model.phases.values()]
+        every = [phase for models in self.phases().values() for _, phase in models]
         return [run for run in RUNS if any(run in each.milliseconds for each in every)]
 
     def times(self, phase: str) -> list[list[str]]:
@@ -380,8 +381,7 @@ class Step:
         if not self.trains:
             with torch.no_grad():
                 return model(*inputs)
-        in_bfloat16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else None
-        with in_bfloat16 or contextlib.nullcontext():
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
             output = model(*inputs)
         loss = model.loss(output, target)
         loss.backward()

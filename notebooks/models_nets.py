@@ -36,9 +36,8 @@ class Gpt2(Gpt):
         """Tokens of `size` sequences, and those that follow each."""
         num_tokens, _ = self.tokens.weight.shape
         context, _ = self.positions.weight.shape
-        tokens = torch.randint(
-            num_tokens, (size, context + 1), generator=generator, device=generator.device
-        )
+        options = {"generator": generator, "device": generator.device}
+        tokens = torch.randint(num_tokens, (size, context + 1), **options)
         return (tokens[:, :-1],), tokens[:, 1:]
 
 
@@ -126,23 +125,14 @@ class Decoder(torch.nn.Module):
     loss = staticmethod(distance_loss)
 
     def __init__(
-        self,
-        num_layers: int,
-        width: int,
-        context: int,
-        *,
-        base: float,
-        eps: float,
-        head_dim: int,
-        **block: int | bool,
+        self, num_layers: int, width: int, context: int, *, base: float, **block: float
     ) -> None:
         super().__init__()
         self.context, self.width = context, width
-        self.rotary = Rotary(context, head_dim, base)
-        self.blocks = torch.nn.ModuleList(
-            DecoderBlock(width, eps=eps, head_dim=head_dim, **block) for _ in range(num_layers)
-        )
-        self.norm = torch.nn.RMSNorm(width, eps=eps)
+        self.rotary = Rotary(context, block["head_dim"], base)
+        blocks = (DecoderBlock(width, **block) for _ in range(num_layers))
+        self.blocks = torch.nn.ModuleList(blocks)
+        self.norm = torch.nn.RMSNorm(width, eps=block["eps"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -151,10 +141,8 @@ class Decoder(torch.nn.Module):
 
     def batch(self, size: int, generator: torch.Generator) -> Batch:
         """Hidden states of `size` sequences, with a gradient as in the middle of a model."""
-        shape = (size, self.context, self.width)
-        x, target = (
-            torch.randn(shape, generator=generator, device=generator.device) for _ in range(2)
-        )
+        shape, options = (size, self.context, self.width), {"device": generator.device}
+        x, target = (torch.randn(shape, generator=generator, **options) for _ in range(2))
         return (x.requires_grad_(),), target
 
 
@@ -176,11 +164,8 @@ class Attention(torch.nn.Module):
 
 def mlp(width: int, approximate: str = "none") -> torch.nn.Sequential:
     """Two linear layers, four times as wide between them, with GELU."""
-    return torch.nn.Sequential(
-        torch.nn.Linear(width, 4 * width),
-        torch.nn.GELU(approximate),
-        torch.nn.Linear(4 * width, width),
-    )
+    up, down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+    return torch.nn.Sequential(up, torch.nn.GELU(approximate), down)
 
 
 class EncoderBlock(torch.nn.Module):
@@ -244,20 +229,13 @@ class Vit(torch.nn.Module):
     loss = staticmethod(token_loss)
 
     def __init__(
-        self,
-        num_layers: int,
-        width: int,
-        num_heads: int,
-        *,
-        image_size: int,
-        patch_size: int,
-        num_classes: int,
+        self, num_layers: int, width: int, num_heads: int, *, num_classes: int, **sizes: int
     ) -> None:
         super().__init__()
-        self.image_size = image_size
+        self.image_size, patch_size = sizes["image_size"], sizes["patch_size"]
         self.patches = torch.nn.Conv2d(3, width, patch_size, patch_size)
         self.class_token = torch.nn.Parameter(torch.zeros(1, 1, width))
-        num_patches = (image_size // patch_size) ** 2
+        num_patches = (self.image_size // patch_size) ** 2
         self.positions = torch.nn.Parameter(torch.zeros(1, 1 + num_patches, width))
         self.blocks = torch.nn.ModuleList(
             EncoderBlock(width, num_heads, eps=1e-6, norm_first=True) for _ in range(num_layers)
@@ -291,9 +269,8 @@ class DitBlock(torch.nn.Module):
         self.modulation = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Linear(width, 6 * width))
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (
-            self.modulation(condition).unsqueeze(1).chunk(6, -1)
-        )
+        six = self.modulation(condition).unsqueeze(1).chunk(6, -1)
+        (shift, scale, gate), (mlp_shift, mlp_scale, mlp_gate) = six[:3], six[3:]
         x = x + gate * self.attention(self.attention_norm(x) * (1 + scale) + shift)
         return x + mlp_gate * self.mlp(self.mlp_norm(x) * (1 + mlp_scale) + mlp_shift)
 
@@ -315,12 +292,7 @@ class Dit(torch.nn.Module):
 
     def batch(self, size: int, generator: torch.Generator) -> Batch:
         """Tokens of `size` images and their conditions, with gradients as inside a model."""
-        shapes = (
-            (size, self.num_tokens, self.width),
-            (size, self.width),
-            (size, self.num_tokens, self.width),
-        )
-        x, condition, target = (
-            torch.randn(shape, generator=generator, device=generator.device) for shape in shapes
-        )
+        of_tokens, options = (size, self.num_tokens, self.width), {"device": generator.device}
+        shapes = (of_tokens, (size, self.width), of_tokens)
+        x, condition, target = (torch.randn(s, generator=generator, **options) for s in shapes)
         return (x.requires_grad_(), condition.requires_grad_()), target

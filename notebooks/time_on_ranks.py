@@ -80,17 +80,10 @@ def make_layer(
     mode: str | None, num_in: int, num_out: int, sequence: bool
 ) -> cupynorm.LayerNormLinear:
     torch.manual_seed(0)
-    return cupynorm.LayerNormLinear(
-        num_in,
-        num_out,
-        normalization="RMSNorm",
-        bias=False,
-        params_dtype=DTYPE,
-        device=DEVICE,
-        parallel_mode=mode,
-        tp_group=None if mode is None else distributed.group.WORLD,
-        sequence_parallel=sequence,
-    )
+    options = {"normalization": "RMSNorm", "bias": False, "params_dtype": DTYPE, "device": DEVICE}
+    options |= {"parallel_mode": mode, "sequence_parallel": sequence}
+    options["tp_group"] = None if mode is None else distributed.group.WORLD
+    return cupynorm.LayerNormLinear(num_in, num_out, **options)
 
 
 def rows_of(layer: cupynorm.LayerNormLinear, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +165,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if ON_GPUS else "CPU processes"
     say(f"{distributed.get_world_size()} x {name}, torch {torch.__version__}, {DTYPE}")
     say("ms: forward, forward and backward; rows x in_features x out_features, sequence parallel")
-    recipe = cupynorm.DelayedScaling(amax_history_len=2)
+    recipe = cupynorm.recipes.DelayedScaling(amax_history_len=2)
     for shape in SHAPES:
         for mode in MODES:
             time_products(mode, shape, None)

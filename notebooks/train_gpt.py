@@ -130,42 +130,32 @@ class Trained(NamedTuple):
     milliseconds: list[float]
 
 
-def train(
-    run: str,
-    text: torch.Tensor,
-    *,
-    steps: int,
-    layers: int,
-    width: int,
-    batch: int,
-    context: int,
-    device: str,
-    seed: int = 0,
-) -> Trained:
+def train(run: str, text: torch.Tensor, given: argparse.Namespace) -> Trained:
     """Trains one of RUNS. Runs with equal options have the same first weights and batches."""
-    torch.manual_seed(seed)
-    model = Gpt(layers, width, context)
+    torch.manual_seed(0)
+    model = Gpt(given.layers, given.width, given.context)
     if run == "float64":
         norms_in_float64(model)
     if run.startswith("cupynorm"):
         swapped = cupynorm.swap_norms(model)
-        if len(swapped.swapped) != 2 * layers + 1:
+        if len(swapped.swapped) != 2 * given.layers + 1:
             raise RuntimeError(f"not all norms were swapped:\n{swapped}")
-    model.to(device)
+    model.to(given.device)
     if run.endswith("compiled"):
         for block in model.blocks:
             block.compile()
-    on_gpu = torch.device(device).type == "cuda"
+    on_gpu = torch.device(given.device).type == "cuda"
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     losses, milliseconds = [], []
-    for _ in range(steps):
-        starts = torch.randint(len(text) - context - 1, (batch, 1), generator=generator)
-        tokens = text[starts + torch.arange(context + 1)].to(device)
+    for _ in range(given.steps):
+        last = len(text) - given.context - 1
+        starts = torch.randint(last, (given.batch, 1), generator=generator)
+        tokens = text[starts + torch.arange(given.context + 1)].to(given.device)
         start = time.perf_counter()
         with autocast:
             scores = model(tokens[:, :-1])
@@ -199,9 +189,7 @@ def table(trained: dict[str, Trained]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
-    parser = argparse.ArgumentParser(
-        description="Trains a GPT with torch's norms and with cupynorm's, and compares."
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     sizes = {"steps": 200, "layers": 12, "width": 768, "batch": 64, "context": 512}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
@@ -216,12 +204,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
             parser.error(f"--runs has {run}; expected some of {', '.join(RUNS)}")
     if given.width % max(1, given.width // 64):
         parser.error(f"--width is {given.width}; expected a multiple of 64, or less than 128")
-    settings = {name: getattr(given, name) for name in sizes} | {"device": given.device}
-    text = read_text()
-    trained = {}
+    text, trained = read_text(), {}
     for run in runs:
         start = time.perf_counter()
-        trained[run] = train(run, text, **settings)
+        trained[run] = train(run, text, given)
         print(f"{run}: {given.steps} steps in {time.perf_counter() - start:.1f} s", flush=True)
     print(f"\n{table(trained)}")
     if given.json:
@@ -230,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
             "device": torch.cuda.get_device_name(given.device) if on_gpu else "CPU",
             "torch": torch.__version__,
             "cupynorm": cupynorm.__version__,
-            "settings": settings,
+            "settings": {name: getattr(given, name) for name in (*sizes, "device")},
             "runs": {run: each._asdict() for run, each in trained.items()},
         }
         given.json.write_text(json.dumps(content))

@@ -39,17 +39,9 @@ class Block(nn.Module):
                 whole = torch.empty(shape).normal_(0.0, shape[1] ** -0.5)
                 weight.copy_(whole.chunk(size, dim)[rank])
 
-            return cupynorm.LayerNormLinear(
-                num_in,
-                num_out,
-                tp_group=group,
-                parallel_mode=mode,
-                sequence_parallel=True,
-                reduce_norm_gradients=True,
-                init_method=initialise,
-                device=device,
-                **options,
-            )
+            options |= {"tp_group": group, "parallel_mode": mode, "init_method": initialise}
+            options |= {"sequence_parallel": True, "reduce_norm_gradients": True}
+            return cupynorm.LayerNormLinear(num_in, num_out, device=device, **options)
 
         self.qkv = make("column", WIDTH, 3 * WIDTH, parameters_split=("q", "k", "v"))
         self.out = make("row", WIDTH, WIDTH)
@@ -124,9 +116,8 @@ def main() -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     store = {} if "RANK" in os.environ else {"store": distributed.HashStore()}
-    distributed.init_process_group(
-        "nccl" if on_gpus else "gloo", rank=rank, world_size=size, **store
-    )
+    backend = "nccl" if on_gpus else "gloo"
+    distributed.init_process_group(backend, rank=rank, world_size=size, **store)
     losses = train(steps, distributed.group.WORLD, torch.device(device))
     if rank == 0:
         print(f"{size} ranks:", *(f"{loss:.4f}" for loss in losses))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -186,12 +187,15 @@ def test_the_cells_that_others_win_are_those_that_the_readme_counts():
 PASTED = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("pasted", PASTED, ids=["swap", "check", "plan"])
-def test_its_blocks_print_what_they_show(pasted, capsys):
+@pytest.mark.parametrize("pasted", PASTED, ids=["enable", "check", "plan"])
+def test_its_blocks_print_what_they_show(pasted, capsys, monkeypatch):
     """The comments at the end of a block are what it prints, perhaps over several lines."""
     if "torch" in pasted:
-        pytest.importorskip("torch")
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     exec(pasted, {})
+    if "enable" in pasted:
+        cupynorm.disable()
     printed = capsys.readouterr().out
     shown = re.findall(r"^# (.*)$", pasted, re.MULTILINE)
     assert shown and " ".join(printed.split()) == " ".join(" ".join(shown).split())
@@ -263,7 +267,7 @@ def test_the_shipped_functors_are_listed():
     shipped = {
         name: each
         for name, each in vars(cupynorm.functors).items()
-        if isinstance(each, cupynorm.Functor)
+        if isinstance(each, cupynorm.types.Functor)
     }
     listed = {row[0].strip("`"): row for row in rows(table)}
     assert listed.pop("dropout")[1:] == ["x", "0 with probability p, or x / (1 - p)", "p, seed"]
@@ -279,25 +283,15 @@ def test_the_shipped_functors_are_listed():
 
 def test_every_public_call_is_listed():
     """The table of docs/calls.md has every public function and class that a user calls."""
-    listed = set(re.findall(r"`(\w+)`", "\n".join(row[0] for row in rows(block("calls", CALLS)))))
-    assert {name for name in listed if hasattr(cupynorm, name)} == listed
-    results = {
-        "Forward",
-        "Backward",
-        "FusedForward",
-        "FusedBackward",
-    }
-    others = {
-        "Plan",
-        "Tile",
-        "Device",
-        "DEVICES",
-        "STRATEGIES",
-        "CheckResult",
-        "MissingLibraryError",
-        "SwappedNorms",
-    }
-    assert {name for name in dir(cupynorm) if not name.startswith("_")} - listed <= results | others
+    listed = set(
+        re.findall(r"`([\w.]+)`", "\n".join(row[0] for row in rows(block("calls", CALLS))))
+    )
+    assert all(attrgetter(name)(cupynorm) for name in listed)
+    moved = {f"{module}.{name}" for name, module in cupynorm._MOVED.items()}
+    public = {*(name for name in dir(cupynorm) if not name.startswith("_")), *moved}
+    of_results = {name for name in public if name.startswith("types.")}
+    others = {"Tile", "DEVICES", "STRATEGIES", "MissingLibraryError", "SwappedNorms", "types"}
+    assert public - listed <= of_results | others | {"recipes", "reference"}
 
 
 def test_every_keyword_of_the_norms_is_listed():

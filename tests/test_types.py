@@ -53,6 +53,7 @@ cupynorm.LayerNorm(64, elementwise_affine=[])
 cupynorm.swap_norms(64)
 """
 TYPED = [name for name in dir(cupynorm) if name not in cupynorm._MODULES]
+TYPED += [f"{module}.{name}" for name, module in cupynorm._MOVED.items()]
 NAMES = "import cupynorm\n" + "".join(f"reveal_type(cupynorm.{name})\n" for name in TYPED)
 
 

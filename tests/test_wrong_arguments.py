@@ -19,7 +19,7 @@ def plan(**options):
 
 def quantized(**arrays):
     data, scale_inv = torch.zeros((4, 128), dtype=torch.uint8), torch.ones((4, 1))
-    return cupynorm.QuantizedTensor(
+    return cupynorm.types.QuantizedTensor(
         **{"data": data, "scale_inv": scale_inv, "dtype": "float32"} | arrays
     )
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ def bar(items: Any, **shown: Any) -> Any:
     return tqdm(items, leave=False, disable=None, **shown)
 
 
-def add_to(commands: Commands) -> None:
-    """Adds the parsers of `bench`, `bench linear` and `tune`."""
+def add_to(commands: Commands, chart: Callable[[report.BenchResult, Path], None]) -> None:
+    """Adds the parsers of `bench`, `bench linear` and `tune`. chart: writes that of the README."""
     help = "measure kernel time on a GPU, beside other libraries and a copy of the same bytes"
     parser = commands.add_parser("bench", help=help, description=f"{help[0].upper()}{help[1:]}.")
-    parser.set_defaults(run=run_bench)
+    parser.set_defaults(run=run_bench, chart=chart)
     add = parser.add_argument
     _add_problems(add)
     rows = "num_rows, with commas (as many as have 512 MiB of x)"
@@ -56,8 +57,8 @@ def add_to(commands: Commands) -> None:
     _add_run(add)
     instead = parser.add_mutually_exclusive_group().add_argument
     guard = (
-        f"measure cupynorm again in the cells of a --json file ({GUARDED}), and print what changed "
-        "by more than the spread; exit code 1 if any became slower"
+        f"measure cupynorm again in the cells of a --json file ({GUARDED}), and those that are "
+        "slower twice; exit code 1 if a cell is 5%% slower, or a table 0.5%% in the mean"
     )
     instead("--guard", metavar="FILE", nargs="?", const=GUARDED, help=guard)
     readme = f"rewrite the tables and the chart of ./README.md from a --json file ({GUARDED})"
@@ -114,16 +115,19 @@ def _measure() -> Any:
 
 
 def _run(arguments: argparse.Namespace, todo: list, **options: Any) -> report.BenchResult:
-    """Runs the benchmark, prints the result and writes the file that was requested."""
+    """Runs the benchmark."""
     check_folders(arguments.json)
     command = shlex.join(["python", "-m", "cupynorm", *arguments.given])
     options = {"peers": arguments.peers, **options, "command": command, "progress": bar}
     named = {name: getattr(arguments, name) for name in ("runs", "seed", "jobs")}
-    result = _measure().bench(todo, **named, **options)
-    print(result)
+    return _measure().bench(todo, **named, **options)
+
+
+def _show(arguments: argparse.Namespace, result: report.BenchResult, text: str = "") -> None:
+    """Prints the result and the text, and writes the file that was requested."""
+    print(result, text, sep=text and f"\n\n{arguments.guard}, and now:\n")
     if arguments.json:
         Path(arguments.json).write_text(result.to_json() + "\n", encoding="utf-8")
-    return result
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -142,16 +146,15 @@ def run_bench(arguments: argparse.Namespace) -> int:
             Path(arguments.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
         return 0
     if arguments.guard:
-        before = report.read(arguments.guard)
-        after = _run(arguments, [each.cell for each in before.measurements], peers=("gemm",))
-        text, ok = report.compare(before, after)
-        print(f"\n{arguments.guard}, and now:\n{text}")
-        return 0 if after and ok else 1
+        measured = partial(_run, arguments, peers=("gemm",))
+        result, text, ok = report.guard(report.read(arguments.guard), measured)
+        _show(arguments, result, text)
+        return 0 if ok else 1
     if arguments.readme:
         result = report.read(arguments.readme)
-        report.rewrite_table(report.README, result.markdown())
+        report.rewrite_table(Path("README.md"), result.markdown())
         try:
-            report.chart(result, report.CHART)
+            arguments.chart(result, Path("docs/speed.svg"))
         except ImportError as error:
             raise MissingLibraryError(f"a chart needs matplotlib ({error})") from error
         return 0
@@ -161,13 +164,19 @@ def run_bench(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in names}
     shape = (arguments.norm, arguments.dtype, directions, arguments.cols)
     todo = cells(*shape, scales=arguments.scale, **options)
-    return 0 if _run(arguments, todo) else 1
+    return _measured(arguments, todo)
+
+
+def _measured(arguments: argparse.Namespace, todo: list) -> int:
+    result = _run(arguments, todo)
+    _show(arguments, result)
+    return 0 if result else 1
 
 
 def run_linear(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if no library was wrong, else 1."""
     todo = linear_cells(arguments.shapes, arguments.format, arguments.direction)
-    return 0 if _run(arguments, todo) else 1
+    return _measured(arguments, todo)
 
 
 def run_tune(arguments: argparse.Namespace) -> int:

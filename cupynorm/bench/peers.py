@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,21 +20,90 @@ import torch
 from torch.nn import functional
 
 from .. import functional as ours
-from .. import reference
+from .. import recipes, reference
 from ..dispatch.problem import cols_of_scale
 from ..dtypes import EIGHT_BITS, compute_dtype
-from ..nn import recipes
+from ..nn import quantization
 from ..nn.scales import fp8_autocast
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Launch, Quantize
 from ..parallel.module import LayerNormLinear
 from .cells import EPS, FORMATS, GEMM, OURS, Cell, LinearCell
 from .timer import Runner
-from .truth import Tensors, float64, normal_values
 
-_SAMPLED_ROWS = 16
+_SAMPLED_ROWS = 16  # of a linear layer
+_MOST_Y = 64.0  # room that a given scale leaves: y is 6 sigma of x_hat times 5 of weight at most
 # Of y relative to its norm: one rounding of each factor and of y; in fp8 what the tests allow.
 _ALLOWED = {"bfloat16": 2.0**-7, "fp8": 0.06}
+
+
+# The tensors of a cell.
+
+
+class Tensors(NamedTuple):
+    """A cell's tensors; None for those that it does not have.
+
+    x, dy, residual, dsum: [num_rows, num_cols]. weight, bias: [num_cols]. scale, amax: [1],
+    float32.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    dy: torch.Tensor | None = None
+    dsum: torch.Tensor | None = None
+
+
+def normal_values(seed: int, device: str) -> Callable[..., torch.Tensor]:
+    """normal(shape, dtype, center, spread): random values, fresh in each call."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(shape: Any, dtype: str, center: float = 0.0, spread: float = 1.0) -> torch.Tensor:
+        kind = getattr(torch, dtype)
+        values = torch.empty(shape, dtype=kind, device=device)
+        return values.normal_(center, spread, generator=generator)
+
+    return normal
+
+
+def tensors_of(cell: Cell, seed: int, device: str = "cuda") -> Tensors:
+    """A cell's random tensors."""
+    normal = normal_values(seed, device)
+    matrix, vector = (cell.num_rows, cell.num_cols), (cell.num_cols,)
+    backward, added = cell.direction == "backward", cell.residual
+    scale = amax = None
+    if cell.scale == "given":
+        scale = torch.full((1,), EIGHT_BITS[cell.y].largest / _MOST_Y, device=device)
+        amax = torch.zeros(1, device=device) if cell.amax else None
+    return Tensors(
+        normal(matrix, cell.dtype, 0.5, 2.0),
+        normal(vector, cell.parameters, 1.0, 0.5),
+        normal(vector, cell.parameters, 0.0, 0.5) if cell.norm == "layer_norm" else None,
+        normal(matrix, cell.dtype) if added else None,
+        scale,
+        amax,
+        normal(matrix, cell.y) if backward else None,
+        normal(matrix, cell.dtype) if added and backward else None,
+    )
+
+
+def copy_of(num_bytes: int, x: torch.Tensor) -> Runner:
+    """A device-to-device copy that reads half of so many bytes and writes the other half.
+
+    x: random data to copy, over and over. Zeros would cost the memory less power.
+    """
+    data = x.detach().reshape(-1).view(torch.uint8)
+    source = data.repeat(-(-num_bytes // 2 // len(data)))[: num_bytes // 2]
+    target = torch.empty_like(source)
+    return Runner(lambda: target.copy_(source))
+
+
+def float64(tensor: torch.Tensor | None) -> Any:
+    """The values of a tensor on the host; None for None."""
+    return None if tensor is None else tensor.detach().double().cpu().numpy()
 
 
 class Inputs(NamedTuple):
@@ -199,27 +269,23 @@ def _gemm(cell: LinearCell, inputs: Inputs) -> tuple:
     if cell.format == "bfloat16":
         tensors = (inputs.normalized, inputs.weight, inputs.bias)
         return partial(functional.linear, *tensors), tensors
-    from ..nn import quantization, recipes
-    from ..nn.quantization import Factor, multiply
-
-    both = cell.direction == "both"
+    both, bias, dtype = cell.direction == "both", inputs.bias.detach(), inputs.x.dtype
 
     def quantized(x, dtype=recipes.E4M3):
         scale = quantization.scale_of(quantization.amax_of(x.detach()), dtype)
         return quantization.quantize(x.detach(), scale, dtype, transpose=both)
 
     def transposed(x):
-        return Factor(x.transposed, x.scale_inv)
+        return quantization.Factor(x.transposed, x.scale_inv)
 
     x, weight = quantized(inputs.normalized), quantized(inputs.weight)
     dy = quantized(inputs.dy, recipes.E5M2) if both else None
-    bias, dtype = inputs.bias.detach(), inputs.x.dtype
 
     def products():
-        y = multiply(x, weight, dtype, bias=bias, fast=True)
-        if dy is not None:
-            multiply(dy, transposed(weight), dtype)
-            multiply(transposed(dy), transposed(x), dtype)
+        y = quantization.multiply(x, weight, dtype, bias=bias, fast=True)
+        if both:
+            quantization.multiply(dy, transposed(weight), dtype)
+            quantization.multiply(transposed(dy), transposed(x), dtype)
             inputs.dy.detach().sum(0)
         return y
 
@@ -308,10 +374,8 @@ def missing(name: str) -> str | None:
 
 def version(name: str) -> str | None:
     """The installed version of a peer's package, None if it has none."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(PEERS[name].package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def first_line(error: BaseException) -> str:
@@ -323,12 +387,7 @@ def first_line(error: BaseException) -> str:
 
 
 def prepare(
-    name: str,
-    cell: Cell,
-    tensors: Tensors,
-    *,
-    record: bool = False,
-    launch: Launch | None = None,
+    name: str, cell: Cell, tensors: Tensors, *, record: bool = False, launch: Launch | None = None
 ) -> Runner:
     """A library on a cell's tensors.
 
@@ -382,16 +441,14 @@ def _results(cell: Cell, amax: torch.Tensor | None, result: Any) -> dict[str, to
 def _our_backward(cell: Cell, tensors: Tensors, launch: Launch | None) -> Runner:
     """The explicit backward: autograd would choose its tile itself."""
     centered, weight = cell.norm == "layer_norm", tensors.weight
-    given = {"residual": tensors.residual, "out_dtype": cell.out_dtype}
-    parameters = {"weight": weight, "bias": tensors.bias} if centered else {"weight": weight}
     forward = ours.layer_norm_forward if centered else ours.rms_norm_forward
     backward = ours.layer_norm_backward if centered else ours.rms_norm_backward
-    saved = forward(tensors.x, weight.shape, eps=EPS, **parameters, **given)
+    given = {"residual": tensors.residual, "out_dtype": cell.out_dtype, "bias": tensors.bias}
+    saved = forward(tensors.x, weight.shape, weight=weight, eps=EPS, **given)
     statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
-    gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
-    given = {"dsum": tensors.dsum, "gradients": gradients}
+    gradients = ("dx", "dweight", *["dbias"] * centered)
     operands = (tensors.dy, saved.sum, weight.shape, *statistics, weight)
-    call = partial(backward, *operands, launch=launch, **given)
+    call = partial(backward, *operands, launch=launch, dsum=tensors.dsum, gradients=gradients)
     return Runner(call, lambda result: {name: getattr(result, name) for name in gradients})
 
 

@@ -6,7 +6,7 @@ import html
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from typing import Any
 from ..table import as_html, as_markdown, as_text
 from .cells import COPY, GEMM, OURS, Cell, LinearCell
 
-README, CHART = Path("README.md"), Path("docs/speed.svg")
 # The widths of the README's table: powers of two, a width of many models, and an odd one.
 SHORT_COLS = (128, 768, 1024, 4096, 4097, 8192, 16384, 65536)
-# A smaller change between runs is none: their clocks and pages of memory differ.
-_LEAST_MARGIN = 0.02
+# What the guard takes for a change. One cell differs by more from run to run than many in the mean.
+_SLOWER_CELL, _SLOWER_TABLE = 0.05, 0.005
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -254,18 +253,16 @@ def _family(cell: Cell | LinearCell) -> str:
 
 
 def _shares(measurements: Sequence[Measurement]) -> list[str]:
-    """Lines of a table: a row for each shape, three columns for each direction."""
-    shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
+    """Lines of a table: a row for each width, three columns for each direction."""
+    widths: dict[int, dict[str, Measurement]] = {}
     for each in measurements:
-        shape = (each.cell.num_cols, each.cell.num_rows)
-        shapes.setdefault(shape, {})[each.cell.direction] = each
+        widths.setdefault(each.cell.num_cols, {})[each.cell.direction] = each
     directions = dict.fromkeys(each.cell.direction for each in measurements)
-    with_rows = len({num_cols for num_cols, _ in shapes}) < len(shapes)
-    rows = [["num_cols", *["num_rows"] * with_rows]]
+    rows = [["num_cols"]]
     for direction in directions:
         rows[0] += [f"{direction}: {OURS}", "torch", "best other"]
-    for (num_cols, num_rows), found in shapes.items():
-        row = [f"{num_cols:,}", *[f"{num_rows:,}"] * with_rows]
+    for num_cols, found in widths.items():
+        row = [f"{num_cols:,}"]
         for each in (found.get(direction) for direction in directions):
             right = each.right if each else []
             others = [name for name in right if name not in (OURS, "torch")]
@@ -294,127 +291,67 @@ def rewrite_table(path: Path, table: str, name: str = "bench") -> None:
     path.write_text(f"{before}{start}\n{table.strip()}\n{end}{after}", encoding="utf-8")
 
 
-# The chart. Colour-blind readers can tell the colours (Okabe and Ito 2008) apart. A line also has a
-# marker and a dash of its own, for print in grey.
-
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
-_DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (6, 2)))
-TICKS = (64, 512, 4096, 32768, 262144)  # of the README's chart
-GUIDE = {"color": "#666666", "linestyle": (0, (2, 2)), "linewidth": 1.0}  # a limit, or a theory
-STYLE = {  # small text, no frame, the same file for the same data
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.markersize": 3.5,
-    "lines.linewidth": 1.3,
-    "svg.hashsalt": "cupynorm",
-}
-
-
-def look(at: int) -> dict[str, Any]:
-    """Colour, marker and dash of line number `at`. The seventh line looks like the first."""
-    at %= len(_MARKERS)
-    return {"color": COLORS[at], "marker": _MARKERS[at], "linestyle": _DASHES[at]}
-
-
-def draw_speeds(
-    axes: Any, measurements: Sequence[Measurement], libraries: Sequence[str]
-) -> dict[str, Any]:
-    """Draws GB/s over num_cols. Returns what a legend names.
-
-    Odd widths are markers without a line: their rows do not begin on addresses that packs need, so
-    they are another problem and not a dip of the even ones. libraries: all that any panel has, so
-    that each looks the same in all.
-    """
-    drawn: dict[str, Any] = {}
-    for name in (COPY, *libraries):
-        looks = GUIDE if name == COPY else look(list(libraries).index(name))
-        ran = sorted((each.cell.num_cols, each) for each in measurements if name in each.samples)
-        for odd in (0, 1):
-            own = [each for cols, each in ran if name == COPY or cols % 2 == odd]
-            if own and not (odd and name == COPY):
-                xs = [each.cell.num_cols for each in own]
-                ys = [each.gigabytes_per_second(name) for each in own]
-                more = {"linestyle": "none", "markerfacecolor": "white"} if odd else {}
-                more |= {"linewidth": 2.2, "zorder": 3} if name == OURS and not odd else {}
-                label = "this library" if name == OURS else name
-                label += ", odd widths" * odd
-                (drawn[label],) = axes.plot(xs, ys, **looks | more)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    return drawn
-
-
-def chart(result: BenchResult, path: Path) -> None:
-    """Draws GB/s over num_cols of the first norm and dtype, as SVG that a telephone can show.
-
-    Forward is above backward. Our line is the thick one, and the first of the legend.
-    """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    panels = replace(result, measurements=result.first_family()).tables()
-    with rc_context(STYLE | {"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 12}):
-        figure = Figure(figsize=(5.4, 2.2 * len(panels) + 1.1), layout="constrained")
-        drawn: dict[str, Any] = {}
-        for at, (title, measurements) in enumerate(panels.items()):
-            axes = figure.add_subplot(len(panels), 1, at + 1)
-            drawn |= draw_speeds(axes, measurements, result.libraries)
-            axes.set(title=title, ylabel="GB/s")
-            widths = [each.cell.num_cols for each in measurements]
-            ticks = [cols for cols in TICKS if min(widths) <= cols <= max(widths)]
-            axes.set_xticks(ticks, [f"{cols:,}" for cols in ticks])
-        axes.set_xlabel("columns of a row (hollow: odd widths)")
-        names = [name for name in drawn if not name.endswith("odd widths")]
-        names.sort(key=lambda name: name != "this library")
-        labels = ["cupynorm, this library" if name == "this library" else name for name in names]
-        lines = [drawn[name] for name in names]
-        figure.legend(lines, labels, loc="outside lower center", ncols=2)
-        figure.savefig(path, metadata={"Date": None}, facecolor="white")
-
-
 # One run against another.
 
 
-def compare(before: BenchResult, after: BenchResult) -> tuple[str, bool]:
-    """What changed, and whether no cell is slower or off.
+def change(before: Measurement, after: Measurement) -> float:
+    """Of our speed beside the copy's, or the product's alone, whatever the clocks: -0.01 is slower
+    by 1%."""
+    ran = before.samples.keys() & after.samples.keys()
+    other = GEMM if GEMM in ran and isinstance(before.cell, LinearCell) else COPY
+    first, last = (run.median(other) / run.median(OURS) for run in (before, after))
+    return last / first - 1
 
-    It compares our share of the copy, or of the product alone, which does not depend on clocks, in
-    the cells of both runs. Raises ValueError if they have no cell in common.
+
+def guard(
+    before: BenchResult, measure: Callable[[list[Cell | LinearCell]], BenchResult]
+) -> tuple[BenchResult, str, bool]:
+    """Measures the cells of a run again: what was found, in words, and whether nothing is slower.
+
+    A table may be slower by 0.5% in the mean, a cell by 5%. Cells above that, and those of tables
+    above it, are measured once more, and the second time counts. Raises ValueError for a run that
+    did not measure cupynorm.
     """
-    old, new = ({each.cell: each for each in run.measurements} for run in (before, after))
-    shared = [cell for cell in old if cell in new]
-    if not shared:
-        raise ValueError("the two runs have no cell in common; expected the same shapes in both")
-    rows = [["verdict", "share before", "after", "change", "more than", "cell"]]
-    verdicts, notes = [], []
-    for cell in shared:
-        runs, other = (old[cell], new[cell]), COPY if isinstance(cell, Cell) else GEMM
-        spread = sum(run.spread(name) for run in runs for name in (other, OURS)) / 2
-        margin = max(spread, _LEAST_MARGIN)
-        first, last = (run.median(other) / run.median(OURS) for run in runs)
-        change = last / first - 1
-        verdicts.append("same" if abs(change) <= margin else "slower" if change < 0 else "faster")
-        if verdicts[-1] != "same":
-            shares = (f"{first:.3f}", f"{last:.3f}", f"{change:+.1%}", f"{margin:.1%}")
-            rows.append([verdicts[-1], *shares, str(cell)])
-        if OURS in new[cell].faults:
-            verdicts.append("off")
-            notes.append(f"{cell}: {new[cell].faults[OURS]}")
+    old = {each.cell: each for each in before.measurements if OURS in each.samples}
+    if not old:
+        raise ValueError(f"the run before has no time of {OURS}; expected one in some cell")
+
+    def changes(run: BenchResult) -> dict[Cell | LinearCell, float]:
+        return {each.cell: change(old[each.cell], each) for each in run.measurements}
+
+    def means(run: BenchResult) -> dict[str, float]:
+        found = {kind: [change(old[m.cell], m) for m in own] for kind, own in run.tables().items()}
+        return {kind: statistics.fmean(own) for kind, own in found.items()}
+
+    after = measure(list(old))
+    first, of_tables = changes(after), means(after)
+    above = [
+        cell
+        for cell, by in first.items()
+        if by < -_SLOWER_CELL or of_tables[cell.kind] < -_SLOWER_TABLE
+    ]
+    rows = [["verdict", "change", "again", "cell"]]
+    if above and "stopped" not in after.settings:
+        again = measure(above)
+        newer = {each.cell: each for each in again.measurements}
+        merged = [newer.get(each.cell, each) for each in after.measurements]
+        after = replace(after, settings=after.settings | again.settings, measurements=merged)
+    second, of_tables = changes(after), means(after)
+    for cell in above:
+        verdict = "slower" if second[cell] < -_SLOWER_CELL else "same"
+        rows.append([verdict, f"{first[cell]:+.1%}", f"{second[cell]:+.1%}", str(cell)])
+    lines = [as_text(rows), ""] if above else []
+    for kind, by in of_tables.items():
+        lines.append(
+            f"{'slower' if by < -_SLOWER_TABLE else 'same'}  {by:+.2%} in the mean  {kind}"
+        )
     gpus = [run.environment.get("gpu") for run in (before, after)]
     if gpus[0] != gpus[1]:
-        notes.append(f"the GPUs differ: {gpus[0]} before, {gpus[1]} after")
-    for label, number in (("before", len(old) - len(shared)), ("after", len(new) - len(shared))):
-        notes += [f"cells measured {label} only: {number}"] * bool(number)
-    counts = {name: verdicts.count(name) for name in ("slower", "faster", "same")}
-    line = "{} cells: {slower} slower, {faster} faster, {same} the same within the spread"
-    table = [as_text(rows), ""] if len(rows) > 1 else []
-    text = "\n".join([*table, *notes, line.format(len(shared), **counts)])
-    return text, not {"slower", "off"} & set(verdicts)
+        lines.append(f"the GPUs differ: {gpus[0]} before, {gpus[1]} after")
+    num_slower = sum(row[0] == "slower" for row in rows)
+    num_tables = sum(by < -_SLOWER_TABLE for by in of_tables.values())
+    lines.append(
+        f"{len(after.measurements)} cells: {num_slower} slower by more than {_SLOWER_CELL:.0%}; "
+        f"{len(of_tables)} tables: {num_tables} slower by more than {_SLOWER_TABLE:.1%} in the mean"
+    )
+    return after, "\n".join(lines), after.ok and not num_slower and not num_tables

@@ -39,13 +39,7 @@ class Timer:
     elapsed(start, stop): milliseconds between two events.
     """
 
-    def __init__(
-        self,
-        flush: Callable[[], None],
-        start: Any,
-        stop: Any,
-        elapsed: Callable[[Any, Any], float],
-    ) -> None:
+    def __init__(self, flush: Callable, start: Any, stop: Any, elapsed: Callable) -> None:
         self.flush, self.start, self.stop, self.elapsed = flush, start, stop, elapsed
         self.num_flushes: dict[Callable, int] = {}  # that each call needs to hide its host time
 

@@ -25,7 +25,7 @@ from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
 from .measured import measured_tile, tile_in_use
 from .model import RESERVED_BYTES, check_path, check_tile, keeps_sums, scales_at_once, smem_bytes_of
 from .problem import Problem, Tile
-from .strategies import STRATEGIES, check_choice
+from .strategies import STRATEGIES, check_strategy
 
 
 @lru_cache(maxsize=4096)
@@ -38,7 +38,7 @@ def choose(
 ) -> Choice:
     """The kernel for a problem. Raises ValueError if a given strategy, tile or statistics does not
     fit."""
-    check_choice(strategy, statistics, tile)
+    check_strategy(strategy, statistics, tile)
     if strategy is None:
         name, chosen, reason = _best_tile(problem, device)
     else:
@@ -65,11 +65,6 @@ def _forced_tile(problem: Problem, device: Device, strategy: str, tile: Tile | N
         raise ValueError(
             f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} "
             f"or later; {device.name} has {device.compute_capability / 10:.1f}"
-        )
-    if strategy == "cluster" and not device.clusters:
-        raise ValueError(
-            "strategy 'cluster' needs 2 multiprocessors for a cluster; "
-            f"{device.name} has {device.num_sms}"
         )
     if tile is not None:
         tile = tile.of_strategy(strategy)

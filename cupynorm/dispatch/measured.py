@@ -10,22 +10,14 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ..dtypes import DTYPES
-from .devices import DEVICES, Device
-from .model import can_bundle, check_tile, shaped
-from .problem import (
-    DIRECTIONS,
-    NORMS,
-    PATHS,
-    PATHS_OF_STRATEGY,
-    SCALINGS,
-    Problem,
-    Tile,
-)
+from .devices import Device
+from .model import fits, shaped
+from .problem import DIRECTIONS, NORMS, PATHS, PATHS_OF_STRATEGY, SCALINGS, Problem, Tile
 
 # The data files and their devices. An H100 has the multiprocessors of an H200.
 FILES = {"h200.csv": ("H200", "H100")}
@@ -143,10 +135,7 @@ def row_of(fields: dict[str, str]) -> Row:
     for name, known in _KNOWN.items():
         if not set(fields[name].split("|")) <= set(known):
             raise ValueError(f"{name} is {fields[name]!r}; expected one of {', '.join(known)}")
-    texts = {
-        name: fields[name]
-        for name in ("direction", "norm", "dtype", "kind", "path", "strategy", "date")
-    }
+    texts = {name: fields[name] for name in (*_KNOWN, "kind", "date")}
     counts = {name: int(fields[name]) for name in ("from_cols", "to_cols", "step", *COUNTS)}
     for name in ("step", *COUNTS[:5]):
         if counts[name] < 1:
@@ -212,42 +201,35 @@ def use_rows(
 def tile_in_use(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
     """(strategy, tile, reason) from the rows of use_rows; None without one that fits."""
     rows, devices, name = _used or ({}, None, "")
+    if devices is not None and device not in devices:
+        return None
     found = tile_of(rows.get(key_of(problem), ()), problem, device)
-    if found is None or (devices is not None and device not in devices):
-        return None
-    try:
-        check_tile(problem, *found, device)
-    except ValueError:  # measured on a GPU that can do more
-        return None
-    return (*found, f"from {name}")
+    return found and (*found, f"from {name}")
 
 
 def measured_tile(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
     """(strategy, tile, reason) from the device's data file; None if no row covers the problem."""
     for name, devices in FILES.items():
-        if device.name in devices and _runs_the_same(device, DEVICES[device.name]):
+        if device.name in devices:
             found = tile_of(_rows_of(name).get(key_of(problem), ()), problem, device)
             return found and (*found, f"measured, in {name}")
     return None
 
 
-def _runs_the_same(device: Device, known: Device) -> bool:
-    """Whether a device, which may be a user's, runs every tile that a known one runs."""
-    sizes = [[size for size, _ in each.clusters] for each in (device, known)]
-    counts = {name: getattr(device, name) for name in ("num_sms", "clusters")}
-    return sizes[0] == sizes[1] and device == replace(known, **counts)
-
-
 def tile_of(rows: Iterable[Row], problem: Problem, device: Device) -> tuple[str, Tile] | None:
-    """Strategy and tile of the first row that covers a problem; rows are of the problem's class."""
+    """Strategy and tile of the first row that covers a problem and fits a device.
+
+    rows: of the problem's class.
+    """
     usual = not problem.forward or (
         problem.weight is not None
         and bool(problem.bias) == problem.centered
         and not problem.zero_centered
     )
     for row in rows:
-        if row.holds(problem.num_cols) and (row.path != "bundle" or can_bundle(problem, device)):
+        if row.holds(problem.num_cols):
             tile = row.tile(problem)
-            if usual or row.path != "registers" or tile.elements <= _LONG_ELEMENTS:
+            is_short = usual or row.path != "registers" or tile.elements <= _LONG_ELEMENTS
+            if is_short and fits(problem, row.strategy, tile, device):
                 return row.strategy, tile
     return None

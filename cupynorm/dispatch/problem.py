@@ -182,20 +182,12 @@ class Problem:
 
     A tensor is described by its dtype, a name of cupynorm.dtypes.DTYPES, or None if it is absent.
 
-    x: the row that is normalised. Forward it may be a sum, formed in this dtype.
+    x: the row that is normalised; forward it may be a sum, of an input and a residual_dtype.
     layout: of all tensors together.
-    y: the result.
-    dy, dx, dweight, dbias: backward only; None for a gradient that is not wanted.
     residual: forward, whether a residual of x's dtype is added and the sum stored.
-    dsum: backward, the gradient that is added to dx.
-    input: the dtype that is read where x is a sum.
-    residual_dtype: what is added to the input.
-    dresidual: the gradient of the sum itself; None if it is not wanted or is the same tensor as dx.
-    round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
-    scaling: where the scales of an 8-bit y come from, one of SCALINGS.
-    amax: whether the amax of y is recorded beside a given scale.
-    in_columns: whether scales of blocks are in columns.
-    recomputed: the dtype of a y that backward writes again from x; bias is then that of forward.
+    dsum: backward, what is added to dx. dresidual: the gradient of the sum, if it is not dx.
+    scaling: where the scales of an 8-bit y come from, one of SCALINGS; in_columns: those of blocks.
+    recomputed: of a y that backward writes again from x; bias is then that of forward.
     load, store: the user's functors. What a load without a sum is applied to has the dtype of its
     source, and x is the dtype of the arithmetic. So is dy of a backward with a store, whose bias is
     that of forward. Backward, where a sum was stored after a load, input is what the load read.

@@ -39,6 +39,9 @@ LEAST_RESULTS = 2**23
 _FOLD_THREADS, _FOLD_SMEM_BYTES, _MOST_FOLD_PACKS = 128, 2 * 3 * 4 * 4, 8
 
 
+Sizes = tuple[int, int, int]  # num_rows, in_features, out_features
+
+
 class NormLinearProblem(NamedTuple):
     """dtype: of x, of the weight and of y. norm_weight, norm_bias: dtypes, or None."""
 
@@ -52,8 +55,7 @@ class NormLinearProblem(NamedTuple):
     zero_centered: bool
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """num_rows, in_features, out_features."""
+    def sizes(self) -> Sizes:
         return self[:3]
 
 
@@ -69,11 +71,8 @@ class Limits(NamedTuple):
     outputs: int = 1
     is_for_80: bool = False
 
-    def why_not(self, device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | None:
-        """Why the kernel does not fit a call, as a sentence, or None.
-
-        sizes: num_rows, in_features, out_features.
-        """
+    def why_not(self, device: Device, dtype: str, sizes: Sizes) -> str | None:
+        """Why the kernel does not fit a call, as a sentence, or None."""
         num_rows, in_features, out_features = sizes
         capability, (fewest, most) = device.compute_capability, self.rows
         if not (capability >= 80 if self.is_for_80 else capability == 90):
@@ -105,11 +104,8 @@ class ProductPlan(NamedTuple):
     strips_at_a_time: int
 
 
-def why_not(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | None:
-    """Why norm_linear.cu does not fit a call, as a sentence, or None.
-
-    sizes: num_rows, in_features, out_features.
-    """
+def why_not(device: Device, dtype: str, sizes: Sizes) -> str | None:
+    """Why norm_linear.cu does not fit a call, as a sentence, or None."""
     reason, (num_rows, _, out_features) = _LIMITS.why_not(device, dtype, sizes), sizes
     if reason is None and num_rows * out_features < LEAST_RESULTS:
         return (
@@ -153,14 +149,14 @@ def product_launch(
 def product_words(
     maps: tuple[tuple[int, ...], ...],
     addresses: tuple[int, ...],
-    sizes: tuple[int, int, int],
+    sizes: Sizes,
     strips_at_a_time: int,
     eps: float,
 ) -> tuple[int | float, ...]:
     """The argument struct of norm_linear.cu.
 
     maps: tensor maps of x, the folded weight, the terms of columns. addresses: of x, y, mean, rstd,
-    and of num_rows + 1 words of 0. sizes: num_rows, in_features, out_features.
+    and of num_rows + 1 words of 0.
     """
     maps_words = (word for each in maps for word in each)
     words = (*maps_words, *addresses, addresses[-1] + 8, *sizes, strips_at_a_time, float(eps))
@@ -218,11 +214,8 @@ def _smem_bytes(num_rows: int, in_features: int, outputs_of_block: int) -> int:
     return num_rows * (of_row + outputs_of_block * num_parts * 4)
 
 
-def why_not_few(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | None:
-    """Why norm_linear_few.cu does not fit a call, as a sentence, or None.
-
-    sizes: num_rows, in_features, out_features.
-    """
+def why_not_few(device: Device, dtype: str, sizes: Sizes) -> str | None:
+    """Why norm_linear_few.cu does not fit a call, as a sentence, or None."""
     reason, (num_rows, in_features, out_features) = _FEW_LIMITS.why_not(device, dtype, sizes), sizes
     outputs = ceil_div(out_features, device.num_sms)
     if reason is None and _smem_bytes(num_rows, in_features, outputs) > device.smem_per_block:
@@ -230,10 +223,10 @@ def why_not_few(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str 
     return reason
 
 
-def is_faster(device: Device, sizes: tuple[int, int, int]) -> bool:
+def is_faster(device: Device, sizes: Sizes) -> bool:
     """Whether norm_linear_few.cu is at least 2% faster than a norm and cuBLAS's product after it.
 
-    sizes: num_rows, in_features, out_features. Measured on an H200, 2026-11-25: 4 to 28% faster up
+    Measured on an H200, 2026-11-25: 4 to 28% faster up
     to 8192 x 8192. Larger weights: 3 to 6% in CUDA graphs, level in single calls (docs/linear.md).
     """
     return device.compute_capability == 90 and sizes[1] * sizes[2] <= _MOST_WEIGHTS

@@ -8,12 +8,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import html
-import re
-import shutil
-import stat
 import statistics as averages
 import struct
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +26,7 @@ from ..dispatch.strategies import StatisticsName, StrategyName
 from ..dtypes import decode, encode
 from ..gpu import nvrtc
 from ..gpu.arrays import type_in_words
-from ..gpu.nvrtc import folder_of_process, is_private, source_files
+from ..gpu.nvrtc import folder_of_process, source_files
 from ..gpu.on_cpu import OnCpuError
 from ..norm.request import tile_of
 from ..plans import full_name, plan
@@ -43,7 +39,7 @@ from ..verify.results import CheckResult
 from ..verify.traps import Trial, default_problem
 
 Replacements = Sequence[tuple[str, str]]
-Changes = str | Mapping[str, str | Replacements]
+Changes = Mapping[str, str | Replacements]
 
 _RUNS = 20
 _FEW_ROWS = 8  # that the CPU runs
@@ -127,7 +123,10 @@ class Experiment:
         if self.changed.result is not None and not self.changed.ok:
             parts.append(str(self.changed.result))
         if not self.shipped.registers:
-            parts.append("With NVRTC (pip install nvidia-cuda-nvrtc) there are rows of registers.")
+            parts.append(
+                "With NVRTC (pip install nvidia-cuda-nvrtc) there are rows of registers, spilled "
+                "bytes and instructions."
+            )
         return parts
 
     def __str__(self) -> str:
@@ -171,8 +170,8 @@ def experiment(
         >>> found.shipped.ok, found.changed.ok
         (True, False)
 
-    changes: a unified diff of files of cuda_src; or a dict from file names to the whole new text or
-        to pairs (old, new), each old text once in the file.
+    changes: a dict from names of files of cuda_src to the whole new text, or to pairs (old, new),
+        each old text once in the file.
     num_cols, num_rows: the extents of x. On the CPU a few rows are run.
     input: x [num_rows, num_cols], rounded to dtype, which replaces random values and the extents.
     dtype: of all tensors. norm, direction, residual, strategy, tile, statistics: as for plan().
@@ -200,21 +199,10 @@ def experiment(
         num_rows = min(num_rows, _FEW_ROWS)
     if num_rows < 1 or num_cols < 1:
         raise ValueError(f"x is {num_rows} x {num_cols}; expected at least one element")
-    planned = plan(
-        num_cols,
-        num_rows,
-        dtype,
-        norm=norm,
-        direction=direction,
-        device=device,
-        residual=residual,
-        tile=tile,
-        **options,
-    )
-    own_tile = tile if direction == "forward" else None
-    case = Case(
-        norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, tile=own_tile, **options
-    )
+    more = {"norm": norm, "direction": direction, "residual": residual, "tile": tile}
+    planned = plan(num_cols, num_rows, dtype, device=device, **more, **options)
+    options |= {"residual": residual, "tile": tile if direction == "forward" else None}
+    case = Case(norm, num_rows, num_cols, dtype, dsum=residual, **options)
     if input is None:
         problem = default_problem(case, seed)
     else:
@@ -284,85 +272,60 @@ def _inspect(version: Version, planned: Plan, folder: Path | None) -> None:
             return
         version.registers.append(used.registers)
         version.spilled_bytes.append(used.spill_store_bytes)
-        version.instructions.append(num_instructions(cubin))
+        version.instructions.append(sum(instructions_of(cubin).values()))
 
 
-def num_instructions(cubin: bytes) -> int:
-    """Machine instructions of the kernel in a cubin, without the padding at its end.
+def instructions_of(cubin: bytes) -> dict[str, int]:
+    """Machine instructions of each kernel of a cubin, without the padding at its end.
 
-    A cubin is an ELF file of 64 bits. Code is in sections .text.*; since sm_70 an instruction has
-    16 bytes, and NOP begins with 0x7918.
+    A cubin is an ELF file of 64 bits. The code of a kernel is in section .text.NAME; since sm_70 an
+    instruction has 16 bytes, and NOP begins with 0x7918.
     """
     (first,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, first + size * at) for at in range(count)]
-    names = sections[names_at][4]
-    total = 0
+    names, found = sections[names_at][4], {}
     for name, _, _, _, code, num_bytes in sections:
         start = names + name
-        if cubin[start : cubin.index(b"\0", start)].startswith(b".text."):
+        text = cubin[start : cubin.index(b"\0", start)].decode()
+        if text.startswith(".text."):
             while num_bytes and cubin.startswith(_NOP, code + num_bytes - 16):
                 num_bytes -= 16
-            total += num_bytes // 16
-    return total
+            found[text.removeprefix(".text.")] = num_bytes // 16
+    return found
 
 
 # The sources.
 
 
 def changed_sources(changes: Changes) -> Path:
-    """The folder of a copy of the sources with the changes.
+    """The folder of a copy of the sources with the changes. The same changes have one folder.
 
-    changes: a unified diff; or by file name the whole new text, or pairs (old, new), each old text
-        once in the file. A name that does not exist is a new file.
+    changes: by file name the whole new text, or pairs (old, new), each old text once in the file. A
+        name that does not exist is a new file.
 
     Raises ValueError for changes that do not fit.
     """
+    if not isinstance(changes, Mapping):
+        kind = type_in_words(changes)
+        raise TypeError(f"changes is {kind}; expected a dict from files to texts or replacements")
     texts = {name: path.read_text(encoding="utf-8") for name, path in source_files().items()}
     before = dict(texts)
-    if isinstance(changes, str):
-        _apply_diff(texts, changes)
-    elif isinstance(changes, Mapping):
-        for name, change in changes.items():
-            texts[name] = change if isinstance(change, str) else _replace(texts, name, change)
-    else:
-        kind = type_in_words(changes)
-        raise TypeError(f"changes is {kind}; expected a diff, or a dict of files")
+    for name, change in changes.items():
+        texts[name] = change if isinstance(change, str) else _replace(texts, name, change)
     for name in texts:
         if Path(name).name != name or Path(name).suffix not in (".cu", ".cuh"):
             raise ValueError(f"changes names {name!r}; expected a .cu or .cuh file of cuda_src")
     if texts == before:
         raise ValueError("changes leaves every file as it is; expected a change")
-    return _folder_of(texts)
-
-
-def _folder_of(texts: dict[str, str]) -> Path:
-    """The same texts get the same folder in a process, so that nothing is compiled twice."""
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
-    parent = folder_of_process("sources")
-    folder = parent / digest
-    if not _has(folder, texts):
-        shutil.rmtree(folder, ignore_errors=True)
-        own_folder = Path(tempfile.mkdtemp(dir=parent))
-        for name, text in texts.items():
-            (own_folder / name).write_text(text, encoding="utf-8")
-            (own_folder / name).chmod(0o600)
-        try:
-            own_folder.rename(folder)
-        except OSError:  # another thread was faster
-            shutil.rmtree(own_folder)
+    folder = folder_of_process("sources") / digest
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name, text in texts.items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
     return folder
-
-
-def _has(folder: Path, texts: dict[str, str]) -> bool:
-    """Whether the folder has these files, has not lost one, and is this user's."""
-    try:
-        if not is_private(folder, stat.S_ISDIR) or not all(map(is_private, folder.iterdir())):
-            return False
-        found = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
-    except (OSError, ValueError):
-        return False
-    return found == texts
 
 
 def _replace(texts: dict[str, str], name: str, pairs: Replacements) -> str:
@@ -377,39 +340,6 @@ def _replace(texts: dict[str, str], name: str, pairs: Replacements) -> str:
             )
         text = text.replace(old, new)
     return text
-
-
-def _apply_diff(texts: dict[str, str], diff: str) -> None:
-    """A unified diff, as `git diff` and `diff -u` write it. Line numbers are only a hint."""
-    name, hunks = "", 0
-    lines = diff.strip("\n").splitlines()
-    at = 0
-    while at < len(lines):
-        line = lines[at]
-        at += 1
-        if line.startswith("+++ "):
-            name = Path(line[4:].split("\t")[0].strip()).name
-            if name not in texts:
-                raise ValueError(
-                    f"the diff changes {name!r}, which is not in cuda_src; expected a file of it"
-                )
-        elif line.startswith("@@"):
-            old, new = [], []
-            while at < len(lines) and not re.match(r"@@|diff |--- |\+\+\+ ", lines[at]):
-                kind, rest = lines[at][:1], lines[at][1:]
-                if kind in ("-", " ", ""):
-                    old.append(rest)
-                if kind in ("+", " ", ""):
-                    new.append(rest)
-                at += 1
-            before, after = "\n".join(old) + "\n", "\n".join(new) + "\n"
-            texts[name] = _replace(texts, name, [(before, after)])
-            hunks += 1
-    if not hunks:
-        raise ValueError(
-            "changes is a text without a part that begins with @@; "
-            "expected a unified diff, or a dict of files"
-        )
 
 
 def piece(name: str, first: str, last: str | None = None) -> str:

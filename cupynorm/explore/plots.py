@@ -10,6 +10,8 @@ import io
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,32 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..bench.report import COLORS, GUIDE, STYLE, BenchResult, draw_speeds, look
+from ..bench.cells import COPY, OURS
+from ..bench.report import BenchResult
 
 Points = tuple[Sequence[float], Sequence[float]]  # xs, ys
+
+# Colour-blind readers can tell the colours (Okabe and Ito 2008) apart. A line also has a marker and
+# a dash of its own, for print in grey.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (6, 2)))
+_TICKS = (64, 512, 4096, 32768, 262144)  # of widths
+GUIDE = {"color": "#666666", "linestyle": (0, (2, 2)), "linewidth": 1.0}  # a limit, or a theory
+STYLE = {  # small text, no frame, the same file for the same data
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 3.5,
+    "lines.linewidth": 1.3,
+    "svg.hashsalt": "cupynorm",
+}
 _FONT, _ELSE = "DejaVu Sans", "sans-serif"
 _AS_TEXT = {"svg.fonttype": "none", "font.sans-serif": [_FONT]}
 
@@ -36,11 +61,14 @@ class Plot(Figure):
         # Formulas name one font alone, which few readers' machines have.
         svg = svg.replace(f"'{_FONT}'\"", f"'{_FONT}', {_ELSE}\"")
         # Hundredths of a point do for lines; numbers that are read keep their digits.
-        return re.sub(r' (?:d|x|y)="[^"]*"', lambda found: _short(found[0]), svg)
+        short = lambda found: re.sub(r"(\d+\.\d\d)\d+", r"\1", found[0])  # noqa: E731
+        return re.sub(r' (?:d|x|y)="[^"]*"', short, svg)
 
 
-def _short(path: str) -> str:
-    return re.sub(r"(\d+\.\d\d)\d+", r"\1", path)
+def look(at: int) -> dict[str, Any]:
+    """Colour, marker and dash of line number `at`. The seventh line looks like the first."""
+    at %= len(_MARKERS)
+    return {"color": COLORS[at], "marker": _MARKERS[at], "linestyle": _DASHES[at]}
 
 
 def _grid(
@@ -62,9 +90,9 @@ def _grid(
     return figure, list(panels[: len(titles)])
 
 
-def _legend(figure: Plot, named: Mapping[str, Any]) -> None:
+def _legend(figure: Plot, named: Mapping[str, Any], most: int = 4) -> None:
     if len(named) > 1:
-        ncols = min(4, len(named))
+        ncols = min(most, len(named))
         figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=ncols)
 
 
@@ -181,21 +209,53 @@ def histograms(
     return figure
 
 
-def speeds(result: BenchResult, dtype: str = "bfloat16") -> Plot:
-    """GB/s over num_cols of one dtype, as in the chart of the README. Odd widths are open."""
+def speeds(
+    result: BenchResult,
+    dtype: str = "bfloat16",
+    *,
+    size: tuple[float, float] = (4.2, 3.2),
+    across: int = 2,
+) -> Plot:
+    """GB/s over num_cols of one dtype, our line the thick one.
+
+    Odd widths are hollow markers without a line: their rows do not begin on addresses that packs
+    need, so they are another problem and not a dip of the even ones.
+    """
     panels = {title: each for title, each in result.tables().items() if each[0].cell.dtype == dtype}
     if not panels:
         dtypes = ", ".join(sorted({each.cell.dtype for each in result.measurements}))
         raise ValueError(f"dtype is {dtype!r}; expected one of the benchmark's, {dtypes}")
     with rc_context(STYLE):
-        figure, axes_of = _grid(panels, (4.2, 3.2), 2)
+        figure, axes_of = _grid(panels, size, across)
         drawn: dict[str, Any] = {}
         for measurements, axes in zip(panels.values(), axes_of):
-            drawn |= draw_speeds(axes, measurements, result.libraries)
-            axes.set_xlabel("num_cols")
-        axes_of[0].set_ylabel("GB/s")
-        _legend(figure, drawn)
+            for name in (*result.libraries, COPY):
+                looks = GUIDE if name == COPY else look(result.libraries.index(name))
+                looks |= {"linewidth": 2.2, "zorder": 3} if name == OURS else {}
+                ran = {m.cell.num_cols: m for m in measurements if name in m.samples}
+                for odd in (1, 0):
+                    xs = sorted(cols for cols in ran if cols % 2 == odd or name == COPY)
+                    if xs and not (odd and name == COPY):
+                        ys = [ran[cols].gigabytes_per_second(name) for cols in xs]
+                        hollow = {"linestyle": "none", "markerfacecolor": "white"} if odd else {}
+                        label = f"{OURS}, this library" if name == OURS else name
+                        (drawn[label],) = axes.plot(xs, ys, **looks | hollow)
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            axes.set_xticks(_TICKS, [f"{cols:,}" for cols in _TICKS])
+            axes.set_ylabel("GB/s")
+        axes.set_xlabel("columns of a row (hollow: odd widths)")
+        _legend(figure, drawn, 2 * across)
     return figure
+
+
+def chart(result: BenchResult, path: Path) -> None:
+    """Writes the speeds of the first norm and dtype, as SVG that a telephone can show."""
+    first = result.first_family()
+    shown = replace(result, measurements=first)
+    figure = speeds(shown, first[0].cell.dtype, size=(4.0, 2.1), across=1)
+    with rc_context(STYLE):
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
 
 
 def roofline(

@@ -26,6 +26,7 @@ from ..norm.request import tile_of
 from ..plans import full_name, plan
 from ..table import as_html, as_text
 from ..verify.cases import Case, random_problem
+from ..verify.check import check_seed
 from ..verify.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
 from ..verify.kernels import CpuMachine, run_kernels
 from .experiment import Changes, changed_sources
@@ -171,11 +172,11 @@ class Trace:
         for event in events[np.isin(events["kind"], [KINDS.index("wait"), KINDS.index("go_on")])]:
             what = WHATS[event["what"]]
             what = CALLS[event["call"]] if what == "warp" else what
-            thread, clock = int(event["thread"]), int(event["clock"])
+            own = waits.setdefault((int(event["thread"]), what), [])
             if KINDS[event["kind"]] == "wait":
-                waits.setdefault((thread, what), []).append([clock, clock])
+                own.append([int(event["clock"])] * 2)
             else:
-                waits[thread, what][-1][1] = clock
+                own[-1][1] = int(event["clock"])
         # The nth wait of a warp begins with its first lane and ends with its last.
         spans: dict[tuple[int, str, int], tuple[int, int]] = {}
         for (thread, what), each in waits.items():
@@ -218,22 +219,18 @@ class Trace:
             sites = sites_of(recorded, places[:, 0])
             place = place.reshape(-1)
             for index, (_, tensor) in enumerate(places):
-                own = place == index
-                part = accesses[own]
-                is_shared = int(tensor) == len(names) - 1
-                count = turns_of if is_shared else sectors_of
-                moved, least = count(part, request[own])
+                part, asked = accesses[place == index], request[place == index]
+                is_shared, kind = int(tensor) == len(names) - 1, part["kind"][0]
+                moved, least = (turns_of if is_shared else sectors_of)(part, asked)
                 all_requests.append(
                     Requests(
                         launch,
                         sites[index],
                         names[int(tensor)],
-                        bool(np.isin(part["kind"][0], _WRITES))
-                        or (is_shared and part["kind"][0] == BULK[0]),
-                        len(np.unique(request[own])),
+                        kind in _WRITES or (is_shared and kind in BULK),
+                        len(np.unique(asked)),
                         int(part["num_bytes"].sum()),
-                        0 if is_shared else moved,
-                        moved if is_shared else 0,
+                        *((0, moved) if is_shared else (moved, 0)),
                         least,
                     )
                 )
@@ -263,24 +260,24 @@ class Trace:
 
     def owners(self, tensor: str = "x", launch: int = 0) -> Any:
         """A plot of which warp and lane touches which columns of a tensor."""
-        from . import plots
-
-        return plots.owners(self, tensor, launch)
+        return _plots().owners(self, tensor, launch)
 
     def lanes(self, tensor: str = "x", launch: int = 0) -> Any:
         """A plot of one request of a warp, and of the sectors that serve it."""
-        from . import plots
-
-        return plots.lanes(self, tensor, launch)
+        return _plots().lanes(self, tensor, launch)
 
     def waits(self, launch: int = 0, block: int = 0) -> Any:
         """A plot of what the warps of a block wait for."""
-        from . import plots
-
-        return plots.waits(self, launch, block)
+        return _plots().waits(self, launch, block)
 
     def _repr_html_(self) -> str:
         return f"{drawn(self.owners)}<br>{drawn(self.waits)}{as_html(self._request_rows())}"
+
+
+def _plots() -> Any:
+    from . import plots  # needs matplotlib
+
+    return plots
 
 
 def drawn(plot: Callable[[], Any]) -> str:
@@ -443,6 +440,7 @@ def trace(
     Returns a Trace. Raises ValueError for unknown names and for changes, a strategy or a tile that
     do not fit, NoCompilerError without a C++ compiler, OnCpuError where too much happened.
     """
+    check_seed(seed)
     dtype = full_name(dtype)
     chosen = {"strategy": strategy, "tile": tile_of(tile), "statistics": statistics}
     options = {"norm": norm, "direction": direction, "residual": residual, **chosen}

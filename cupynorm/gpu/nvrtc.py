@@ -21,8 +21,6 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -101,7 +99,7 @@ def includes(kernel: Kernel) -> str:
 
 def source(kernel: Kernel, folder: Path | None = None) -> str:
     """The text that is compiled: a digest of all sources in a comment, includes, functors."""
-    digest = _digest(folder) if folder else _installed_digest()
+    digest = _installed_digest() if folder is None else _digest(folder)
     return f"// {digest}\n{includes(kernel)}{kernel.functors}"
 
 
@@ -175,7 +173,9 @@ def environment() -> dict[str, str | None]:
         runtime = cupy().cuda.runtime
         name = runtime.getDeviceProperties(runtime.getDevice())["name"]
         versions["gpu"] = name.decode() if isinstance(name, bytes) else name
-        versions["driver"] = _driver()
+        with contextlib.suppress(OSError, TypeError):  # not Linux, or another format
+            text = Path("/proc/driver/nvidia/version").read_text()
+            versions["driver"] = re.search(r"\d+\.\d+(\.\d+)?", text)[0]
     import importlib.metadata  # takes a tenth of the time of importing all of the package
 
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -189,43 +189,28 @@ def environment() -> dict[str, str | None]:
     }
 
 
-def _driver() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-        return re.search(r"\d+\.\d+(\.\d+)?", text)[0]
-    except (OSError, TypeError):  # not Linux, or another format
-        number = cupy().cuda.runtime.driverGetVersion()
-        return f"for CUDA {number // 1000}.{number % 1000 // 10}"
-
-
 def function(kernel: Kernel, folder: Path | None = None):
     """The cupy.RawKernel of a kernel, compiled and loaded on the current device.
 
     Raises FunctorError if a user's functor does not compile.
     """
-    loaded = module(kernel, folder)
+    version()
+    from cupy.cuda import get_cuda_path
     from cupy.cuda.compiler import CompileException
 
+    flags = (*options(folder), *_include_options(get_cuda_path()))
+    if kernel.architecture:  # CuPy adds the device's own, without such features
+        flags += (f"-arch={kernel.architecture}",)
+    name = kernel.name_expression
+    loaded = cupy().RawModule(code=source(kernel, folder), options=flags, name_expressions=(name,))
     try:
-        loaded = loaded.get_function(kernel.name_expression)
+        loaded = loaded.get_function(name)
         loaded.kernel  # noqa: B018  (compiles and loads it now)
     except CompileException as error:
         if not kernel.functors:
             raise
         raise FunctorError(f"a functor does not compile:\n{error}") from error
     return loaded
-
-
-def module(kernel: Kernel, folder: Path | None = None):
-    """The cupy.RawModule of one kernel. CuPy compiles it when its function is first used."""
-    version()
-    from cupy.cuda import get_cuda_path
-
-    flags = (*options(folder), *_include_options(get_cuda_path()))
-    if kernel.architecture:  # CuPy adds the device's own, without such features
-        flags += (f"-arch={kernel.architecture}",)
-    code = source(kernel, folder)
-    return cupy().RawModule(code=code, options=flags, name_expressions=(kernel.name_expression,))
 
 
 class Resources(NamedTuple):
@@ -245,30 +230,39 @@ def compile_for(
     Raises MissingLibraryError without CuPy or NVRTC, RuntimeError with the compiler's log if the
     source does not compile, FunctorError with it if there is a user's functor.
     """
+    cubin, found = compile_together([kernel], compute_capability, folder)
+    return cubin, found[kernel][1]
+
+
+def compile_together(
+    kernels: list[Kernel], compute_capability: int, folder: Path | None = None
+) -> tuple[bytes, dict[Kernel, tuple[str, Resources]]]:
+    """One cubin of kernels with the same source(); of each its name there, and its resources."""
     # NVRTC 12.9 and later use the driver's cache, which does not keep ptxas's report.
     no_cache = ["-no-cache"] if version() >= (12, 9) else []
     from cupy.cuda import get_cuda_path
     from cupy_backends.cuda.libs import nvrtc
 
-    flags = [
-        *options(folder),
-        *no_cache,
-        "-ftz=true",
-        f"-arch={kernel.architecture or f'sm_{compute_capability}'}",
-        "-Xptxas=-v",
-    ]
+    first, names = kernels[0], [kernel.name_expression for kernel in kernels]
+    architecture = first.architecture or f"sm_{compute_capability}"
+    flags = [*options(folder), *no_cache, "-ftz=true", f"-arch={architecture}", "-Xptxas=-v"]
     flags += _include_options(get_cuda_path())
-    program = nvrtc.createProgram(source(kernel, folder), "instance.cu", (), ())
+    program = nvrtc.createProgram(source(first, folder), "instance.cu", (), ())
     try:
-        nvrtc.addNameExpression(program, kernel.name_expression)
+        for name in names:
+            nvrtc.addNameExpression(program, name)
         try:
             nvrtc.compileProgram(program, flags)
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
-            if kernel.functors:
+            if first.functors:
                 raise FunctorError(f"a functor does not compile:\n{log}") from error
-            raise RuntimeError(f"{kernel.name_expression}: {log}") from error
-        return nvrtc.getCUBIN(program), _resources(nvrtc.getProgramLog(program))
+            raise RuntimeError(f"{', '.join(names)}: {log}") from error
+        reports = nvrtc.getProgramLog(program).split("Compiling entry function '")[1:]
+        used = {each.partition("'")[0]: _resources(each) for each in reports}
+        lowered = [nvrtc.getLoweredName(program, name) for name in names]
+        found = {kernel: (name, used[name]) for kernel, name in zip(kernels, lowered)}
+        return nvrtc.getCUBIN(program), found
     finally:
         nvrtc.destroyProgram(program)
 
@@ -301,7 +295,7 @@ _temporary: dict[str, Path] = {}  # the folders of this process, or of the one t
 def cache_folder(name: str) -> Path:
     """A folder of the user's cache; a temporary one where the cache cannot be written.
 
-    Raises PermissionError where others can write to it or replace it.
+    Raises PermissionError where others can write to it.
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     home = home if os.path.isabs(home) else os.path.join(os.path.expanduser("~"), ".cache")
@@ -312,7 +306,13 @@ def cache_folder(name: str) -> Path:
                 each.mkdir(0o700, exist_ok=True)
     except OSError:
         return folder_of_process(name)
-    _check(folder, (folder, folder.parent))
+    for each in (folder.parent, folder):
+        if not is_private(each, stat.S_ISDIR):
+            raise PermissionError(
+                f"{each} is no folder that only user {os.geteuid()} can change; expected one, "
+                f"because compiled code is loaded from it: rm -r {each}, or set XDG_CACHE_HOME to "
+                "a folder of your own"
+            )
     return folder if os.access(folder, os.W_OK | os.X_OK) else folder_of_process(name)
 
 
@@ -322,7 +322,6 @@ def folder_of_process(name: str) -> Path:
     if folder is None or not is_private(folder, stat.S_ISDIR):
         folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="cupynorm-")))
         atexit.register(_remove, folder, os.getpid())
-        _check(folder, (folder,))
         _temporary[name] = folder
     return folder
 
@@ -335,54 +334,6 @@ def is_private(path: Path, kind=stat.S_ISREG) -> bool:
         return False
     is_own = found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
     return kind(found.st_mode) and is_own
-
-
-@contextlib.contextmanager
-def locked(path: Path, seconds: float = 120) -> Iterator[None]:
-    """Keeps other processes and threads waiting, for some time, and where the system has locks."""
-    import fcntl
-
-    end = time.monotonic() + seconds
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    is_held = False
-    with contextlib.suppress(OSError):  # a file system without locks
-        while not is_held and time.monotonic() < end:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_held = True
-            except BlockingIOError:
-                time.sleep(0.02)
-    try:
-        yield
-    finally:
-        if is_held:
-            path.unlink(missing_ok=True)  # who waits for it finds the work done
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the file open too
-        os.close(lock)
-
-
-def _check(folder: Path, ours: tuple[Path, ...]) -> None:
-    """Raises PermissionError unless this user alone can write to the folder or replace it."""
-    own, root = os.geteuid(), 0
-    for each in (folder, *folder.parents):
-        is_ours = each in ours
-        found = os.lstat(each)
-        writable = found.st_mode & _WRITABLE_BY_OTHERS
-        if not is_ours and found.st_gid == os.getegid():  # many homes are writable by their group
-            writable &= stat.S_IWOTH
-        if not stat.S_ISDIR(found.st_mode):
-            wrong, mend = "is not a folder (links are not followed)", f"remove {each}"
-        elif found.st_uid != own and (is_ours or found.st_uid != root):
-            wrong, mend = f"belongs to user {found.st_uid}", f"remove {each}"
-        elif writable and (is_ours or not found.st_mode & stat.S_ISVTX):
-            wrong, mend = "can be written by other users", f"chmod go-w {each}"
-            mend = f"rm -r {each}" if is_ours else mend  # others may have put files there
-        else:
-            continue
-        raise PermissionError(
-            f"{each} {wrong}; expected a folder that only user {own} can change, because compiled "
-            f"code is loaded from it: {mend}, or set XDG_CACHE_HOME to a folder of your own"
-        )
 
 
 def _remove(folder: Path, pid: int) -> None:

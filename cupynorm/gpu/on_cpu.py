@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..dispatch.functor_text import FunctorError
 from ..dispatch.instances import Kernel
 from . import nvrtc
-from .nvrtc import cache_folder, cuda_src, include_options, is_private, locked
+from .nvrtc import cache_folder, cuda_src, include_options, is_private
 
 # -ffp-contract=off: results are the same bits on all machines, with or without an fma instruction.
 # Kernels that need an fma call fmaf.
@@ -35,12 +35,8 @@ _FLAGS += ["-fno-exceptions", "-fno-rtti"]
 # of clang, which may come without libgcc.
 _LINK_FLAGS = ["-nostdlib", "-lgcc"]
 _RUNTIME_FLAGS = [*_SHARED_FLAGS, "-O2", "-pthread"]
-_SANITIZERS = {
-    "address": ["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"],
-    "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-g1"],
-}
-# -O0 compiles faster than -Og, and drops no access that a sanitizer should see.
-_SANITIZED_FLAGS = ["-O0"]
+_SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr"]
+_SANITIZERS += ["-fno-omit-frame-pointer", "-g1"]
 # For traced kernels (cuda_on_cpu_trace.h): the compiler calls the trace before each access, and
 # keeps the accesses of 16 bytes whole. -O1 drops accesses that change nothing, as a GPU's compiler
 # does. -g names the lines.
@@ -50,27 +46,24 @@ _SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
 _RUNTIME = "cuda_on_cpu_runtime.cpp"
 _MESSAGE_SIZE = 4096
 EVENT_BYTES = 40  # of a trace::Event
-_DIGEST_BYTES = 32  # at the end of each library
 
 
 class _Instruments(NamedTuple):
     """What is compiled into kernels and runtime besides themselves."""
 
-    sanitize: tuple[str, ...] = ()
+    sanitized: bool = False
     traced: bool = False
 
-    def _of_sanitizers(self) -> list[str]:
-        flags = [flag for name in sorted(set(self.sanitize)) for flag in _SANITIZERS[name]]
-        if "address" in self.sanitize and "__clang__" in _compiler_and_macros()[1]:
-            flags.append("-shared-libasan")
-        return flags
-
     def of_kernel(self) -> list[str]:
-        flags = [*self._of_sanitizers(), *(_SANITIZED_FLAGS if self.sanitize else ())]
-        return [*flags, *(_TRACE_FLAGS if self.traced else ())]
+        # -O0 compiles faster than -Og, and drops no access that a sanitizer should see.
+        return [*self._of_sanitizers("-O0"), *(_TRACE_FLAGS if self.traced else ())]
 
     def of_runtime(self) -> list[str]:
         return [*self._of_sanitizers(), *(["-DCUPYNORM_TRACE"] if self.traced else ())]
+
+    def _of_sanitizers(self, *others: str) -> list[str]:
+        shared = ["-shared-libasan"] if _is_clang() else []
+        return [*_SANITIZERS, *shared, *others] if self.sanitized else []
 
 
 _kernels: dict[str, "CpuKernel"] = {}
@@ -119,11 +112,6 @@ class CpuKernel:
         """
         message = ctypes.create_string_buffer(_MESSAGE_SIZE)
         sizes = (grid_size, block_size, smem_bytes, cluster_size)
-        if min(sizes) < 0 or max(sizes) >= 2**31:
-            raise OnCpuError(
-                f"{self.name_expression}: the launch sizes are {sizes}; expected each "
-                "between 0 and 2^31 - 1"
-            )
         words = bytes(words)
         failed = self._launch(
             self._kernel, words, len(words), *sizes, seed & (2**64 - 1), message, _MESSAGE_SIZE
@@ -159,7 +147,7 @@ def kernel(
     source: str,
     name_expression: str,
     *,
-    sanitize: tuple[str, ...] = (),
+    sanitized: bool = False,
     folder: Path | None = None,
     traced: bool = False,
     functors: str = "",
@@ -168,27 +156,22 @@ def kernel(
 
     source: a file of `folder`, for example "forward_warp.cu". folder: None: the installed sources.
     functors: the structs of a user's functors, compiled behind the source.
-    sanitize: "address", "undefined" or both. A process that runs such kernels must be started with
-        `sanitized_environment()`. It ends with the sanitizer's report when an error is found.
+    sanitized: by the sanitizers of addresses and of undefined behaviour. A process that runs such
+        kernels must be started with `sanitized_environment()`. It ends with the sanitizer's report
+        when an error is found.
     traced: every launch is recorded for CpuKernel.take_trace().
 
     Raises OnCpuError if the kernel does not compile, FunctorError if it has functors, and
     NoCompilerError without a C++20 compiler.
     """
-    if isinstance(sanitize, str) or set(sanitize) - set(_SANITIZERS):
-        raise OnCpuError(f'sanitize is {sanitize!r}; expected a tuple of "address" and "undefined"')
     # Loading such a library ends the process unless the sanitizer was preloaded.
-    if "address" in sanitize and not hasattr(ctypes.CDLL(None), "__asan_init"):
+    if sanitized and not hasattr(ctypes.CDLL(None), "__asan_init"):
         raise OnCpuError(
             "the address sanitizer is not preloaded; expected Python in a subprocess with "
             "env=sanitized_environment()"
         )
-    instruments = _Instruments(sanitize, traced)
     wanted = Kernel(source, name_expression, functors)
-    try:
-        return _load(*_compile(wanted, instruments, folder))
-    except FileNotFoundError:  # the cache was deleted meanwhile
-        return _load(*_compile(wanted, instruments, folder))
+    return _load(*_compile(wanted, _Instruments(sanitized, traced), folder))
 
 
 def compile_many(
@@ -212,12 +195,11 @@ def compiler() -> str:
 
 
 def sanitized_environment() -> dict[str, str]:
-    """The environment for a subprocess that runs kernels compiled with `sanitize`."""
-    command, macros = _compiler_and_macros()
+    """The environment for a subprocess that runs kernels compiled with `sanitized`."""
+    command, _ = _compiler_and_macros()
     names = ["libasan.so", "libubsan.so"]
-    if "__clang__" in macros:
-        machine = os.uname().machine
-        names = [f"libclang_rt.asan-{machine}.so"]
+    if _is_clang():
+        names = [f"libclang_rt.asan-{os.uname().machine}.so"]
     # The address sanitizer must be loaded first. At its start it needs libstdc++, which Python
     # does not load.
     libraries = []
@@ -272,6 +254,10 @@ def _compiler_and_macros() -> tuple[tuple[str, ...], str]:
     return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
 
+def _is_clang() -> bool:
+    return "__clang__" in _compiler_and_macros()[1]
+
+
 def _compiler_in_words() -> str:
     cxx = os.environ.get("CXX", "")
     return f"$CXX ({cxx})" if cxx.strip() else compiler()
@@ -302,9 +288,9 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     # The library contains the runtime's path, so the path is part of the key.
     key = _digest(folder, text, str(runtime), *flags, *paths)
     path = runtime.parent / f"{key}.so"
-    if not _is_whole(path):
+    if not is_private(path):
         libraries = [str(runtime)]
-        if not instruments.of_kernel() and "__clang__" not in _compiler_and_macros()[1]:
+        if not instruments.of_kernel() and not _is_clang():
             libraries += _LINK_FLAGS
         flags += [f"-I{_headers(folder)}", *include_options(folder)]
         try:
@@ -318,12 +304,12 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
 
 def _runtime(folder: Path, instruments: _Instruments) -> Path:
     """Compiles the scheduler as a separate library, once, because that takes long."""
-    flags = [*_RUNTIME_FLAGS, *instruments.of_runtime(), f"-I{_headers(folder)}"]
+    flags = [*_RUNTIME_FLAGS, *instruments.of_runtime()]
     cache = cache_folder("on_cpu")
     text = f'#include "{_RUNTIME}"\n'
-    path = cache / f"runtime-{_digest(folder, text, str(cache), *flags)}.so"
-    if not _is_whole(path):
-        _build(text, path, flags, _RUNTIME)
+    path = cache / f"runtime-{_digest(folder, text, *flags)}.so"
+    if not is_private(path):
+        _build(text, path, [*flags, f"-I{_headers(folder)}"], _RUNTIME)
     return path
 
 
@@ -336,13 +322,8 @@ def _build(
     text: str, path: Path, flags: list[str], name: str, libraries: Sequence[str] = ()
 ) -> None:
     command, _ = _compiler_and_macros()
-    with (
-        locked(path.with_suffix(".lock")),
-        # Others may build it too, where there are no locks. Each renames a file of its own.
-        tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as building,
-    ):
-        if _is_whole(path):  # another process has built it
-            return
+    # Other processes may build it too: each renames a file of its own.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as building:
         built = Path(building, path.name)
         if _TRACE_FLAGS[0] in flags:
             # Two commands, because a linker that sees this flag adds the sanitizer's own library.
@@ -358,28 +339,8 @@ def _build(
             raise OnCpuError(
                 f"{name} does not compile with {_compiler_in_words()}:\n{result.stderr.strip()}"
             )
-        digest = hashlib.sha256(built.read_bytes()).digest()
-        with built.open("ab") as file:  # loaders ignore what is appended
-            file.write(digest)
         built.chmod(0o700)
         os.replace(built, path)
-
-
-def _is_whole(library: Path) -> bool:
-    """Whether a library is this user's, and as it was built. A damaged one ends the process."""
-    if not is_private(library):
-        return False
-    found = os.lstat(library)
-    return _has_its_digest(library, found.st_ino, found.st_size, found.st_ctime_ns)
-
-
-@functools.cache
-def _has_its_digest(library: Path, *_version: int) -> bool:
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
 def _load(name_expression: str, path: Path) -> CpuKernel:
@@ -398,13 +359,18 @@ def _digest(folder: Path, text: str, *parts: str) -> str:
     digest, left, seen = hashlib.sha256(), [text], set()
     digest.update(repr((text, parts, _compiler_and_macros())).encode())
     while left:
-        for name in _INCLUDE.findall(left.pop()):
+        for name in _included(left.pop()):
             content = files.get(name) or _installed_texts().get(name)
             if content and name not in seen:
                 seen.add(name)
                 digest.update(f"{name} {len(content)}\n{content}".encode())
                 left.append(content)
     return digest.hexdigest()[:32]
+
+
+@functools.lru_cache(maxsize=256)
+def _included(text: str) -> list[str]:
+    return _INCLUDE.findall(text)
 
 
 def _texts(folder: Path) -> dict[str, str]:

@@ -17,7 +17,10 @@ from torch import Tensor
 from ..gpu import arrays
 from ..nn import modes, quantization, scales
 from ..nn.quantization import Factor
-from ..nn.recipes import (
+from ..nn.scales import Scales
+from ..norm.quantized import QuantizedTensor
+from ..norm.request import Quantization
+from ..recipes import (
     BLOCK_SIZE,
     LARGEST_FLOAT32,
     BlockScaling,
@@ -25,9 +28,6 @@ from ..nn.recipes import (
     DelayedScaling,
     Recipe,
 )
-from ..nn.scales import Scales
-from ..norm.quantized import QuantizedTensor
-from ..norm.request import Quantization
 from .operands import as_rows, join, sum_rows
 
 # Tensors that have a scale, in TransformerEngine's order.

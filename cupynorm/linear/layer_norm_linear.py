@@ -20,6 +20,7 @@ from ..gpu.arrays import type_in_words
 from ..nn import autograd, by_torch, modes
 from ..nn.modes import name_of, product_dtype
 from ..norm.quantized import QuantizedTensor
+from ..options import check_flags
 from .operands import (
     LinearOptions,
     Operands,
@@ -140,6 +141,13 @@ def _operands(norm: str, input: Any, *others: Tensor | None) -> Operands:
 
 def _call(centered: bool, operands: Operands, eps: Any, given: tuple, return_residual: bool) -> Any:
     zero_centered_weight, return_normalized, save_normalized, fused, sm_margin = given
+    check_fused(fused)
+    check_flags(
+        zero_centered_weight=zero_centered_weight,
+        return_normalized=return_normalized,
+        save_normalized=save_normalized,
+        return_residual=return_residual,
+    )
     options = LinearOptions(
         centered,
         eps,

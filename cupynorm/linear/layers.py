@@ -19,8 +19,9 @@ from torch.nn import functional
 from ..gpu import arrays
 from ..nn import by_torch, modes, scales
 from ..nn.modes import product_dtype
-from ..nn.recipes import DelayedScaling
 from ..norm.quantized import QuantizedTensor
+from ..options import check_flags, check_int, shown
+from ..recipes import DelayedScaling
 from . import parameters
 from .fp8_products import LinearState, as_matrix, fits
 from .layer_norm_linear import check_call, normalize_and_project
@@ -90,6 +91,10 @@ class LinearLayer(scales.KeepsScales):
 
         region: of _region(), which must be asked once in each call.
         """
+        if not (fp8_output is fp8_grad is False or modes.is_jit_traced()):
+            check_flags(fp8_output=fp8_output, fp8_grad=fp8_grad)
+        if is_first_microbatch is not None:
+            check_flags(is_first_microbatch=is_first_microbatch)
         self._gradients.begin(self)
         if region is not None:
             scales.check_checkpoint(region)
@@ -268,7 +273,7 @@ class Linear(LinearLayer, torch.nn.Linear):
 
     Examples:
         >>> norm, layer = cupynorm.RMSNorm(64), cupynorm.Linear(64, 192)
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
         ...     layer(norm(torch.randn(8, 64), fp8_output=True)).shape
         torch.Size([8, 192])
 
@@ -282,7 +287,7 @@ class Linear(LinearLayer, torch.nn.Linear):
     it returns (..., out_features). is_first_microbatch, fp8_output and fp8_grad are those of
     cupynorm.LayerNormLinear; fp8_grad rounds the gradient of the input.
 
-    input may also be a cupynorm.QuantizedTensor, such as the y of cupynorm.LayerNorm with
+    input may also be a cupynorm.types.QuantizedTensor, such as the y of cupynorm.LayerNorm with
     fp8_output=True. Its 8-bit numbers are multiplied as they are if they have the recipe's format
     and one scale, or the recipe's blocks. Otherwise they are dequantised, and quantised again. The
     gradient of the weight reads a transposed copy in 8 bits. With scales of blocks that copy is
@@ -311,12 +316,18 @@ class Linear(LinearLayer, torch.nn.Linear):
         fp8_state: bool = False,
     ) -> None:
         if not isinstance(bias, bool):
-            raise TypeError(f"bias is {bias!r}; expected True or False: the arguments are torch's")
+            given = shown(bias)
+            raise TypeError(f"bias is {given}; expected True or False: the arguments are torch's")
         if isinstance(device, bool):
             raise TypeError(
                 f"device is {device}; the order of the arguments is torch.nn's: in_features, "
                 "out_features, bias, device, dtype. Give TransformerEngine's others by keyword"
             )
+        flags = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "fp8_state": fp8_state}
+        check_flags(delay_wgrad_compute=delay_wgrad_compute, **flags)
+        modes.check_placement(device, dtype)
+        in_features = check_int("in_features", in_features)
+        out_features = check_int("out_features", out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -356,13 +367,16 @@ class Linear(LinearLayer, torch.nn.Linear):
         if isinstance(input, QuantizedTensor):
             quantized, input = _unpacked(input, region)
         self._check_input(input)
-        is_torchs = region is None and not (
-            fp8_output or fp8_grad or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        )
-        if is_torchs:
-            return functional.linear(input, self.weight, self.bias)
+        operands = Operands(input, None, None, None, self.weights(), self.biases())
+        is_plain = fp8_output is fp8_grad is False and is_first_microbatch is None
+        if is_plain and region is None and not self._gradients.has_sink(self):
+            try:
+                return functional.linear(input, self.weight, self.bias)
+            except RuntimeError:
+                check_call(operands, self.linear_options(input.dtype))
+                raise
         y, _ = self._call(
-            Operands(input, None, None, None, self.weights(), self.biases()),
+            operands,
             region,
             is_first_microbatch,
             fp8_output=fp8_output,

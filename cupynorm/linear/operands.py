@@ -17,6 +17,7 @@ from ..nn import quantization
 from ..nn.modes import SUPPORTED, name_of, outside_autocast
 from ..norm import checks, quantized
 from ..norm.request import Array, Launch
+from ..options import check_choice
 
 FUSED = (None, "plain", "kernel")
 
@@ -31,13 +32,11 @@ def check_fused(fused: object, **wants_normalized: bool) -> None:
 
     wants_normalized: an option by name, and whether it asks for the normalised tensor.
     """
-    if fused == "fold":
+    if isinstance(fused, str) and fused == "fold":
         raise ValueError(
             "fused is 'fold', which was removed; expected None or 'plain', which are faster"
         )
-    if fused not in FUSED:
-        *others, last = map(repr, FUSED)
-        raise ValueError(f"fused is {fused!r}; expected {', '.join(others)} or {last}")
+    check_choice("fused", fused, FUSED)
     for name, is_given in wants_normalized.items():
         if is_given and is_fused(fused):
             raise ValueError(
@@ -153,7 +152,7 @@ def fits(operands: Operands) -> bool:
         of_biases = [each.shape for each in biases]
         is_right = not biases or of_biases == [shape[:1] for shape in shapes]
         return are_matrices and is_right and dtype in SUPPORTED
-    except (AttributeError, IndexError, ValueError):
+    except (AttributeError, IndexError, TypeError, ValueError):
         return False
 
 
@@ -161,7 +160,7 @@ def _check_parameter(
     parameter: Any, name: str, input: Array, shape: Sequence[int] | None = None
 ) -> None:
     """Raises unless it is an array where input is, and of a shape if one is given."""
-    if not hasattr(parameter, "shape"):
+    if not hasattr(parameter, "__dlpack__") or isinstance(parameter, type):
         kind = arrays.type_in_words(parameter)
         raise TypeError(f"{name} is {kind}; expected an array like the input")
     checks.check_same_place(parameter, input, name, "input")

@@ -31,7 +31,6 @@ from ..gpu import arrays
 from ..nn import quantization
 from ..nn.modes import name_of
 from ..nn.quantization import Factor, multiply
-from ..nn.recipes import BLOCK_SIZE
 from ..norm import calls
 from ..norm.calls import FOR_STATISTICS, FOR_Y
 from ..norm.quantized import OfNorm, QuantizedTensor, quantize
@@ -45,6 +44,7 @@ from ..norm.request import (
     ForwardRequest,
     Quantization,
 )
+from ..recipes import BLOCK_SIZE
 from . import one_kernel
 from .fp8_products import Quantizers, transposed_factor
 from .operands import LinearOptions, Operands, as_rows, join, split_like, sum_rows

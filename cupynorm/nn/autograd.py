@@ -6,8 +6,7 @@ computes all others, and the gradients of gradients.
 
 from __future__ import annotations
 
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ from .modes import (
 from .private import TensorGuards, is_forward_mode
 
 # Called by these names in each call: an attribute of a module takes longer.
-_address = torch.Tensor.data_ptr
 _is_grad_enabled = torch.is_grad_enabled
 _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
 
@@ -191,41 +189,34 @@ def forward_of_meta(request: ForwardRequest) -> tuple:
 
 
 class Repeated:
-    """A prepared call, and the layouts that its tensors had last."""
+    """A prepared call, and what runs it for tensors with the layouts that they had last.
 
-    __slots__ = ("_are_same", "_read", "_run", "prepared")
+    run: takes operands and returns what prepared.run returns. None, if the tensors that it reads
+    differ in class, dtype, shape, strides, device or requires_grad, or one is given twice.
+    """
+
+    __slots__ = ("prepared", "run")
 
     def __init__(self, prepared: Any, launches: Prepared, operands: tuple) -> None:
         self.prepared = prepared
-        self._read, self._run = launches.read, launches.run_in_place
-        self._are_same = TensorGuards(
-            *self._read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
-        ).check
+        guards = TensorGuards(
+            *launches.read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        )
+        self.run = launches.repeating(guards.check)
 
-    def run(self, operands: tuple) -> tuple | None:
-        """What prepared.run returns; None, if the tensors that it reads are not like those of last
-        time.
 
-        Compared are classes, dtypes, shapes, strides, devices and requires_grad. Addresses must be
-        multiples of 16. A tensor that is given twice does not fit.
-        """
-        tensors = self._read(operands)
-        if not self._are_same(*tensors):
-            return None
-        addresses = tuple(map(_address, tensors))
-        if reduce(or_, addresses) & 15:
-            return None
-        return self._run(operands, tensors, addresses)
+def is_repeatable(launches: Prepared | None, operands: tuple) -> bool:
+    """Whether a call only allocates and launches, and reads tensors aligned to 16 bytes."""
+    if launches is None or not launches.is_simple():
+        return False
+    tensors = launches.read(operands)
+    return all(each is not None and not each.data_ptr() & 15 for each in tensors)
 
 
 def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
-    """Keeps a call that kernels compute as the last one of its kind, unless a tensor is copied or
-    not aligned to 16 bytes."""
+    """Keeps a call as the last one of its kind, if it can be repeated."""
     launches = prepared if isinstance(prepared, Prepared) else getattr(prepared, "on_gpu", None)
-    if kind is None or launches is None or not launches.is_simple():
-        return
-    tensors = launches.read(operands)
-    if all(each is not None and not each.data_ptr() & 15 for each in tensors):
+    if kind is not None and is_repeatable(launches, operands):
         keep(calls, kind, Repeated(prepared, launches, operands))
 
 

@@ -14,7 +14,13 @@ import torch
 from ..dispatch.functor_text import BoundFunctor, Functors, Fuse
 from ..functional import layer_norm, rms_norm
 from ..gpu import arrays
-from ..norm.checks import bind_functors, extents_of, names_what_was_removed, refuse_keywords
+from ..norm.checks import (
+    bind_functors,
+    check_eps,
+    extents_of,
+    names_what_was_removed,
+    refuse_keywords,
+)
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import (
     ForwardOperands,
@@ -23,10 +29,11 @@ from ..norm.request import (
     Launch,
     checked_launch,
 )
+from ..options import check_flags, check_int
+from ..recipes import E4M3, DelayedScaling
 from . import autograd, by_torch, scales
-from .modes import is_recorded, is_transformed, run_untraced
+from .modes import check_placement, is_recorded, is_transformed, run_untraced
 from .quantization import quantization_of
-from .recipes import E4M3, DelayedScaling
 from .scales import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
@@ -70,9 +77,13 @@ class Norm(scales.KeepsScales):
 
         Must run before torch's constructor, which resets the parameters.
         """
-        for name, value in zip(EXTRAS, values, strict=True):
+        given = dict(zip(EXTRAS, values, strict=True))
+        checked_launch(given["launch"])
+        check_flags(
+            **{name: each for name, each in given.items() if name != "launch" and each is not None}
+        )
+        for name, value in given.items():
             setattr(self, name, value)
-        checked_launch(self.launch)
         self.begin_state()
 
     def begin_state(self, kept: dict[str, scales.Scales] | None = None) -> None:
@@ -119,6 +130,8 @@ class Norm(scales.KeepsScales):
             refuse_keywords(f"{type(self).__name__}'s call", unknown)
         if not self.training:
             fuse = _without_dropout(fuse)
+        if fp8_output is not False:
+            check_flags(fp8_output=fp8_output)
         if fp8_output:
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
@@ -246,9 +259,9 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     of input's shape and dtype, or (y, input + residual) with return_residual=True. Under CUDA's
     autocast y is float32. fuse is as for cupynorm.layer_norm; functors named dropout apply only in
     training mode.
-    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor by the recipe,
-        with its transposed copy where gradients are recorded and y has one scale. Its dequantize()
-        is differentiable.
+    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.types.QuantizedTensor by the
+        recipe, with its transposed copy where gradients are recorded and y has one scale. Its
+        dequantize() is differentiable.
 
     State dicts can be exchanged with torch.nn. A module with a scale of DelayedScaling saves it as
     `_extra_state`, bytes without pickle. Loading a state dict without it removes the scale.
@@ -280,10 +293,12 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         _check_order(elementwise_affine=elementwise_affine, bias=bias, device=device)
-        extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        shape = either(normalized_shape=normalized_shape, hidden_size=hidden_size)
+        dtype = either(dtype=dtype, params_dtype=params_dtype)
+        extents = _checked(True, shape, eps, device, dtype)
+        check_flags(elementwise_affine=elementwise_affine, bias=bias)
         numerics = round_x_hat, memory_efficient, fp8_state
         self._set_extras(zero_centered_gamma, launch, sequence_parallel, *numerics)
-        dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
 
 
@@ -322,10 +337,12 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         _check_order(elementwise_affine=elementwise_affine, device=device)
-        extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        shape = either(normalized_shape=normalized_shape, hidden_size=hidden_size)
+        dtype = either(dtype=dtype, params_dtype=params_dtype)
+        extents = _checked(False, shape, eps, device, dtype)
+        check_flags(elementwise_affine=elementwise_affine)
         numerics = round_x_hat, memory_efficient, fp8_state
         self._set_extras(zero_centered_gamma, launch, sequence_parallel, *numerics)
-        dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 
 
@@ -357,3 +374,12 @@ def _check_order(**arguments: object) -> None:
                 "eps, elementwise_affine. Give TransformerEngine's sequence_parallel and dtype by "
                 "keyword"
             )
+
+
+def _checked(
+    centered: bool, shape: object, eps: object, device: object, dtype: object
+) -> tuple[int, ...]:
+    """The shape that a norm is over. Raises TypeError or ValueError for what no norm has."""
+    check_eps(eps, "float32", has_default=not centered)
+    check_placement(device, dtype)
+    return tuple(check_int("normalized_shape", extent) for extent in extents_of(shape))

@@ -23,9 +23,7 @@ from ..gpu import arrays
 from ..norm import quantized as matrix_kernels
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import Quantization
-from . import private
-from .modes import arithmetic, name_of, outside_autocast
-from .recipes import (
+from ..recipes import (
     BLOCK_SIZE,
     LARGEST,
     LARGEST_FLOAT32,
@@ -33,6 +31,8 @@ from .recipes import (
     DelayedScaling,
     Recipe,
 )
+from . import private
+from .modes import arithmetic, name_of, outside_autocast
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 

@@ -35,10 +35,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..gpu import arrays
 from ..gpu.arrays import type_in_words
 from ..norm.quantized import update_scales
+from ..recipes import E4M3, LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
 from ..table import printable
 from . import private
 from .modes import is_inside_backward, is_recomputed, learns_shapes
-from .recipes import E4M3, LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
 
 
 def either(**spellings: object) -> object:
@@ -539,7 +539,7 @@ def fp8_autocast(
 
     Examples:
         >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]])
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
         ...     y = norm(x, fp8_output=True)
         >>> y.data.dtype, y.dequantize().detach().numpy().round(3)
         (torch.float8_e4m3fn, array([[0.808, 1.131]], dtype=float32))
@@ -631,7 +631,7 @@ def fp8_checkpoint_contexts() -> tuple[
     Examples:
         >>> from torch.utils.checkpoint import checkpoint
         >>> layer, x = cupynorm.Linear(64, 64), torch.randn(8, 64, requires_grad=True)
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.DelayedScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.DelayedScaling()):
         ...     y = checkpoint(
         ...         layer,
         ...         x,

@@ -52,6 +52,7 @@ from .request import (
 FOR_Y = "y"
 FOR_STATISTICS = "statistics"  # y, mean and rstd
 FOR_GRADIENTS = "gradients"  # the same, where autograd records the call
+FOR_ATEN = "aten"  # the same, as aten's operators return them: statistics have the input's rank
 
 # The operands of a forward that have gradients.
 DIFFERENTIABLE = ("input", "weight", "bias", "residual")
@@ -100,7 +101,7 @@ class PreparedForward:
     """
 
     def __init__(self, request: ForwardRequest, purpose: str) -> None:
-        """purpose: what is wanted, one of FOR_Y, FOR_STATISTICS and FOR_GRADIENTS."""
+        """purpose: what is wanted, one of the names above."""
         operands, options = request
         self.options, self.records = options, purpose is FOR_GRADIENTS
         self.dtype = arrays.dtype_name(operands.input)
@@ -275,10 +276,11 @@ def _forward_on_gpu(
             return (*results[:3], operands.out_sum)
 
     if wants_statistics:
+        of_rows = leading + (1,) * (num_dims if purpose is FOR_ATEN else 0)
         compute = compute_dtype(sum_dtype).name
-        made["rstd"] = leading, compute
+        made["rstd"] = of_rows, compute
         if options.centered:
-            made["mean"] = leading, compute
+            made["mean"] = of_rows, compute
     fills = {}
     if not call.launches:  # no rows, or rows without columns, which have no statistics
         fills = {name: math.nan for name in ("mean", "rstd") if name in made}
@@ -302,14 +304,16 @@ def _forward_on_gpu(
             y = as_quantized_tensor(how, data, scale_inv, transposed, operands.input, num_cols)
             return (y, *results[1:])
 
-    added = "sum" if makes_sum else "given"
+    returns = ("y", "mean", "rstd", "sum" if makes_sum else "given")
+    if purpose is FOR_ATEN:
+        returns = tuple(name for name in returns if name in made)
     return Prepared(
         x,
         reader(operands._fields, names),
         copied,
         made,
         call,
-        ("y", "mean", "rstd", added),
+        returns,
         fills=fills,
         finish=finish,
     )

@@ -19,7 +19,7 @@ from ..linear.operands import Operands
 from ..nn import modes, scales
 from ..nn.modes import product_dtype
 from ..nn.private import is_any_autocast_enabled
-from ..nn.recipes import DelayedScaling, Recipe
+from ..recipes import DelayedScaling, Recipe
 
 _LONGEST_PAUSE = 0.05  # seconds between two looks at the store
 _NUM_SAID = 7  # entries of a call, as far as its recipe, that a message about a timeout has

@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..dispatch.problem import NormName
 from ..dtypes import compute_dtype
 from ..gpu import arrays, nvrtc
 from ..norm.checks import check_eps
-from ..table import printable
+from ..options import check_choice, check_flags, shown
 from .cases import Case, Problem, given_problem
 from .check import check_dtypes, check_norms, check_seed, in_words, random_trials
 from .results import CheckResult
@@ -77,8 +77,7 @@ def check_function(
         True
 
     function: function(input, normalized_shape, weight, bias, eps) -> y. torch's autograd computes
-        the gradients. With another library only y is checked. Or a pair (forward, backward), either
-        of which may be None:
+        the gradients; with another library only y is checked. Or a pair, of which one may be None:
         forward(x, weight, bias, eps) -> y, or (y, mean, rstd), for RMSNorm (y, rstd);
         backward(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias), without mean for
         RMSNorm. mean and rstd are right ones, in float32, or float64 for float64.
@@ -88,10 +87,10 @@ def check_function(
     inputs: your own (x, weight, bias, dy), of which later ones may be None or left out. None:
         random ones, as in cupynorm.check.
     library: of the arrays that functions get: "numpy", "cupy" or "torch", on a GPU if there is one.
-        None: that of your own arrays; else torch, and NumPy if torch is not installed or the
-        function is right with NumPy's arrays alone. NumPy and CuPy have bfloat16 with ml_dtypes.
-    traps: also run data and layouts on which other libraries failed: cupynorm.verify.traps lists
-        them. An error that your function raises there is a finding.
+        None: that of inputs; else torch, and NumPy without torch or if the function is right with
+        NumPy's arrays alone. NumPy and CuPy have bfloat16 with ml_dtypes.
+    traps: also data and layouts on which other norms failed: cupynorm.verify.traps lists them. An
+        error that your function raises there is a finding.
     norm, eps, shapes, dtypes: as in cupynorm.check. zero_centered_weight: 1 + weight multiplies.
     seed: of the random values.
 
@@ -100,26 +99,29 @@ def check_function(
     function raises.
     """
     check_seed(seed)
-    label = {"function": function}
+    check_flags(traps=traps, zero_centered_weight=zero_centered_weight)
+    named = {"function": function}
     if isinstance(function, (tuple, list)):
         if len(function) != 2:
             raise ValueError(f"function has {len(function)} values; expected (forward, backward)")
-        label = dict(zip(("forward", "backward"), function))
-    if not any(each is not None for each in label.values()):
+        named = dict(zip(("forward", "backward"), function))
+    if not any(each is not None for each in named.values()):
         raise ValueError("function is None; expected a function, or a pair (forward, backward)")
-    norms = check_norms(norm)
-    options = {
-        "zero_centered_weight": zero_centered_weight,
-        "eps": check_eps(eps, "float64", has_default=False),
-    }
+    norms, eps = check_norms(norm), check_eps(eps, "float64", has_default=False)
+    options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
     if inputs is not None:
         if traps:
             raise ValueError("traps is given together with inputs; expected one of the two")
+        if not isinstance(inputs, (tuple, list)) or not 1 <= len(inputs) <= 4:
+            raise TypeError(f"inputs is {shown(inputs)}; expected a tuple (x, weight, bias, dy)")
         given = dict(zip(("input", "weight", "bias", "dy"), inputs))
-        library = library or _library_of(given.get("input"))
+        if library is None:
+            module = type(given.get("input")).__module__.partition(".")[0]
+            library = "cupy" if module == "cupy" else "numpy"
+            library = "torch" if arrays.is_torch(given.get("input")) else library
 
     def run(library: str | None) -> CheckResult:
-        own = Callables(**label, library=library)
+        own = Callables(**named, library=library)
         if inputs is None:
             cases = [
                 Case(norm, 0, 0, dtype, **options | own.absent(norm))
@@ -129,7 +131,11 @@ def check_function(
             for case in cases if traps else ():
                 trials += own.traps(case, seed)
         else:
-            own.check_taken(norms, given)
+            for name in own.never_taken(norms):
+                if given.get(name) is not None:
+                    raise ValueError(
+                        f"{name} is given; expected None: your function has no parameter for it"
+                    )
             trials = [
                 Trial(given_problem(**given, seed=seed, norm=norm, **options)) for norm in norms
             ]
@@ -148,21 +154,19 @@ def check_either(run: Callable[[str], CheckResult]) -> CheckResult:
     library = Library().name
     if library == "numpy":
         return run(library)
-    error, result = None, None
+    error, result = None, CheckResult()
     try:
         result = run(library)
-        if result.ok:
-            return result
     except Exception as raised:  # whatever a function raises for tensors
         error = raised
-    try:
-        other = run("numpy")
-    except Exception:
-        other = None
-    if other:
-        why = f"it raised {type(error).__name__}" if error else "; ".join(result.diagnoses[:1])
-        other.not_covered.insert(0, f"torch tensors, with which it is off: {why}")
-        return other
+    if not result.ok:
+        with suppress(Exception):
+            other = run("numpy")
+            if other.ok:
+                why = "; ".join(result.diagnoses[:1])
+                why = f"it raised {type(error).__name__}" if error else why
+                other.not_covered.insert(0, f"torch tensors, with which it is off: {why}")
+                return other
     if error:
         raise error
     return result
@@ -180,8 +184,8 @@ def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False
             if not (traps and trial.name):
                 raise
             result.findings.append(trial.failed(error))
-            continue
-        result.findings += trial.judged(got, rounded_mean=True)
+        else:
+            result.findings += trial.judged(got, rounded_mean=True)
     library = Library(own.library)
     result.checked = in_words(f"{' and '.join(own.given)} on {library}", cases)
     result.not_covered += own.not_covered(library.name, {case.norm for case in cases})
@@ -191,41 +195,28 @@ def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False
 # The arrays.
 
 
-def _library_of(array: Any) -> str:
-    """The name of the library of a user's array."""
-    if arrays.is_torch(array):
-        return "torch"
-    return "cupy" if type(array).__module__.partition(".")[0] == "cupy" else "numpy"
-
-
 class Library:
     """NumPy, CuPy or torch: puts float64 values into arrays, and gets them back.
 
-    name: "numpy", "cupy", "torch", or None for torch if it is installed, else NumPy. Tensors are
-    on a GPU if torch finds one. Raises ValueError for another name and for CuPy without a GPU,
+    name: of LIBRARIES, or None for torch if it is installed, else NumPy. Tensors are on a GPU if
+    torch finds one. Raises ValueError for another name and for CuPy without a GPU,
     MissingLibraryError for a library that is not installed.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        if name not in (None, *LIBRARIES):
-            raise ValueError(
-                f"library is {name!r}; expected {', '.join(map(repr, LIBRARIES))}, or None for "
-                "torch if it is installed, else NumPy"
-            )
-        self._torch = None
+        without = " for torch if it is installed, else NumPy"
+        check_choice("library", name, (*LIBRARIES, None), without)
+        self._torch, self.name = None, name or "numpy"
         if name in (None, "torch"):
             try:
-                import torch
+                self._torch, self.name = importlib.import_module("torch"), "torch"
             except ImportError as error:
                 if name == "torch":
                     raise nvrtc.MissingLibraryError(
                         f"library is 'torch', which could not be imported ({error}): "
                         "pip install torch"
                     ) from error
-            else:
-                self._torch = torch
-        self.name = name or ("torch" if self._torch else "numpy")
-        if self.name == "cupy":
+        if name == "cupy":
             nvrtc.cupy()  # without CuPy, the error says what to install
             if not nvrtc.has_gpu():
                 raise ValueError("library is 'cupy', but CuPy finds no GPU; use 'numpy' or 'torch'")
@@ -248,9 +239,8 @@ class Library:
         if layout == "broadcast":  # every row is the first one
             row = self._copy(values[:1], dtype)
             return row.expand(values.shape) if self._torch else np.broadcast_to(row, values.shape)
-        if layout == "transposed":
-            return self._copy(values.T, dtype).T
-        copy = self._copy(values, dtype)
+        copy = self._copy(values.T if layout == "transposed" else values, dtype)
+        copy = copy.T if layout == "transposed" else copy
         return copy[:, None] if layout == THREE_DIMENSIONS else copy
 
     def _copy(self, values: np.ndarray, dtype: str) -> Any:
@@ -275,20 +265,19 @@ def bind(function: Callable, order: Sequence[str], label: str) -> tuple[list[str
     order: of the operands for parameters of unknown names. Raises ValueError if there are more.
     """
     try:
-        parameters = inspect.signature(function).parameters.values()
+        every = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # built in, without a signature
         return list(order), {}
-    left, names = list(order), {}
-    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters)
     parameters = [
-        each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        each for each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
+    takes_any = any(each.kind is each.VAR_POSITIONAL for each in every)
+    names: dict[str, str] = {}
     for each in parameters:
         operand = _OPERANDS.get(each.name)
         if operand is not None and operand not in names.values():
             names[each.name] = operand
-            if operand in left:
-                left.remove(operand)
+    left = [name for name in order if name not in names.values()]
     for each in parameters:
         if each.name not in names and each.default is each.empty:
             if not left:
@@ -297,62 +286,29 @@ def bind(function: Callable, order: Sequence[str], label: str) -> tuple[list[str
                     f"expected at most {', '.join(order)}"
                 )
             names[each.name] = left.pop(0)
-    positional = []
-    for each in parameters:
-        if each.kind is each.KEYWORD_ONLY or not (takes_any or each.kind is each.POSITIONAL_ONLY):
-            continue
-        if each.name not in names:
-            break
-        positional.append(names.pop(each.name))
+    positional = [
+        names.pop(each.name)
+        for each in parameters
+        if each.name in names
+        and (each.kind is each.POSITIONAL_ONLY or takes_any and each.kind is not each.KEYWORD_ONLY)
+    ]
     return positional + (left if takes_any else []), names
-
-
-def imported(text: str, label: str) -> Callable:
-    """The function MODULE:NAME. Raises ValueError where there is none. label: of the argument."""
-    module, colon, name = text.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"{label} is {text!r}; expected MODULE:NAME, such as my_norms:layer_norm")
-    named, module_named = f"{label} {printable(text)}", printable(module)
-    with without_exit(f"{named}: {module_named}"):
-        try:
-            value = importlib.import_module(module)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            why = str(error) if isinstance(error, ImportError) else why
-            raise ValueError(f"{named}: {module_named} could not be imported: {why}") from error
-        for part in name.split("."):
-            if not hasattr(value, part):
-                raise ValueError(f"{named}: there is no {printable(name)} in {module_named}")
-            value = getattr(value, part)
-    if not callable(value):
-        raise ValueError(f"{named} is of type {type(value).__name__}; expected a function")
-    return value
 
 
 @contextmanager
 def without_exit(what: str) -> Iterator[None]:
-    """Raises ValueError where a user's code ends the process, as sys.exit does.
-
-    what: the code. Errors and KeyboardInterrupt pass. BrokenPipeError does not: a command takes it
-    for the end of its own output.
-    """
+    """Raises ValueError where a user's code, which is named, calls sys.exit."""
     try:
         yield
-    except BaseException as end:
-        is_error = isinstance(end, (Exception, KeyboardInterrupt))
-        if is_error and not isinstance(end, BrokenPipeError):
-            raise
-        did = "called sys.exit" if isinstance(end, SystemExit) else f"raised {type(end).__name__}"
-        raise ValueError(f"{what} {did}, so nothing is checked; expected it to return") from end
+    except SystemExit as end:
+        raise ValueError(
+            f"{what} called sys.exit, so nothing is checked; expected it to return"
+        ) from end
 
 
 class Callables:
-    """What is checked instead of the kernels, and the library of its arrays.
-
-    function: differentiated by torch's autograd; with another library only y is checked.
-    forward, backward: called as they are; either may be None. library: as for Library.
-    Raises ValueError for what is not callable.
-    """
+    """What is checked instead of the kernels: "function", "forward" and "backward", as for
+    check_function. library: of their arrays. Raises ValueError for what is not callable."""
 
     def __init__(self, *, library: str | None = None, **functions: Callable | None) -> None:
         self.given = {label: each for label, each in functions.items() if each is not None}
@@ -377,27 +333,19 @@ class Callables:
         taken = {"bias"} if self.given.keys() == {"backward"} else set()
         return dict.fromkeys({"weight", "bias"} - self.operands(norm) - taken)
 
+    def never_taken(self, norms: Iterable[str]) -> list[str]:
+        """Which of weight and bias no function takes for any of the norms."""
+        absent = [self.absent(norm) for norm in norms]
+        return [
+            name for name in ("weight", "bias") if absent and all(name in each for each in absent)
+        ]
+
     def not_covered(self, library: str, norms: set[str]) -> list[str]:
         """What is not checked of functions like these."""
-        left = [
-            f"{name}: no function has a parameter for it"
-            for name in ("weight", "bias")
-            if norms and all(name in self.absent(norm) for norm in norms)
-        ]
-        if "function" in self.given and library != "torch":
-            left.append("gradients: only torch differentiates a function")
+        left = [f"{name}: no function has a parameter for it" for name in self.never_taken(norms)]
         if "function" not in self.given:
-            left += [name for name in ("forward", "backward") if name not in self.given]
-        return left
-
-    def check_taken(self, norms: Sequence[str], parameters: Mapping[str, Any]) -> None:
-        """Raises ValueError for a weight or bias for which no function has a parameter."""
-        for label in ("weight", "bias"):
-            is_given = parameters.get(label) is not None
-            if is_given and norms and all(label in self.absent(norm) for norm in norms):
-                raise ValueError(
-                    f"{label} is given; expected None: your function has no parameter for it"
-                )
+            return left + [name for name in ("forward", "backward") if name not in self.given]
+        return left + ["gradients: only torch differentiates a function"] * (library != "torch")
 
     def traps(self, case: Case, seed: int = 0) -> list[Trial]:
         """All traps of a case for these functions."""
@@ -405,12 +353,10 @@ class Callables:
         return trap_trials(case, library, takes_eps, "function" in self.given, seed)
 
     def run(self, problem: Problem, layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
-        """The results by name, as float64.
+        """The results by name, as float64. layouts: of inputs by name, from LAYOUTS.
 
-        layouts: of inputs by name, from LAYOUTS.
-
-        Raises ValueError for a result that is None, detached, of a wrong shape or too long, and for
-        a function that changes its inputs.
+        Raises ValueError for a result that is not what check_function expects, and for a function
+        that changes its inputs.
         """
         library, case = Library(self.library), problem.case
         operands: dict[str, Any] = {"normalized_shape": (case.num_cols,), "eps": case.eps}
@@ -435,55 +381,46 @@ class Callables:
                     )
             return returned
 
-        results: dict[str, tuple[Any, str]] = {}  # and whose they are
-        if "function" in self.given and library.name == "torch":
-            made = _differentiated(lambda: call("function"), operands)
-            results = {name: (each, "function") for name, each in made.items()}
-        elif "function" in self.given:
-            results = {"y": (call("function"), "function")}
-        if "forward" in self.given:
-            made = _split(call("forward"), _FORWARD[case.norm], "forward")
-            results |= {name: (each, "forward") for name, each in made.items()}
-        if "backward" in self.given:
-            # Not forward's own: one wrong statistic would make all gradients wrong, too.
-            right = getattr(reference, case.norm)(problem.x, eps=case.eps)
-            for name in ("mean", "rstd"):
-                dtype = compute_dtype(case.x).name
-                operands[name] = library.put(getattr(right, name), dtype)
-            made = _split(call("backward"), _BACKWARD, "backward")
-            results |= {name: (each, "backward") for name, each in made.items()}
-        checked = {}
-        for name, (value, source) in results.items():
-            try:
-                values = library.get(value, name)
-            except TypeError as error:
-                raise ValueError(f"{source} returned no array: {error}") from error
-            checked[name] = _of_right_shape(values, name, problem, source)
-        return checked
+        results = {}
+        for label in self.given:
+            if label == "backward":
+                # Not forward's own: one wrong statistic would make all gradients wrong, too.
+                right = getattr(reference, case.norm)(problem.x, eps=case.eps)
+                for name in ("mean", "rstd"):
+                    operands[name] = library.put(getattr(right, name), compute_dtype(case.x).name)
+            if label != "function":
+                names = _BACKWARD if label == "backward" else _FORWARD[case.norm]
+                made = _split(call(label), names, label)
+            elif library.name == "torch":
+                made = _differentiated(lambda: call("function"), operands)
+            else:
+                made = {"y": call(label)}
+            for name, value in made.items():
+                try:
+                    values = library.get(value, name)
+                except TypeError as error:
+                    raise ValueError(f"{label} returned no array: {error}") from error
+                results[name] = _of_right_shape(values, name, problem, label)
+        return results
 
 
 def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
     """What a function returned, by name: one array, or a sequence."""
-    first = names[0]
-    expected = f"expected {first}, or ({', '.join(names)})"
+    expected = f"expected {names[0]}, or ({', '.join(names)})"
     if returned is None:
         raise ValueError(f"{label} returned None; {expected}")
     if hasattr(returned, "_asdict"):  # of fields with these names and others
         fields = returned._asdict()
         return {name: fields[name] for name in names if fields.get(name) is not None}
-    if not isinstance(returned, (tuple, list)):
-        return {first: returned}
-    values = list(returned)
+    values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if len(values) == 3 and names == _FORWARD["rms_norm"] and values[1] is None:
         del values[1]
     allowed = (1, len(names)) if label == "forward" else range(1, len(names) + 1)
     if len(values) not in allowed:
         raise ValueError(f"{label} returned {len(values)} values; {expected}")
-    if values[0] is None and label == "forward":
-        raise ValueError(f"{label} returned None as {first}; {expected}")
     by_name = {name: value for name, value in zip(names, values) if value is not None}
-    if not by_name:
-        raise ValueError(f"{label} returned nothing but None; {expected}")
+    if not by_name or (label == "forward" and values[0] is None):
+        raise ValueError(f"{label} returned nothing but None, or no {names[0]}; {expected}")
     return by_name
 
 
@@ -493,10 +430,8 @@ def _differentiated(call: Callable[[], Any], operands: dict[str, Any]) -> dict[s
 
     leaves = {name: operands[name] for name in ("x", "weight", "bias")}
     leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
-    y = call()
-    expected = "expected y, a torch tensor with a graph to its inputs"
-    if isinstance(y, (tuple, list)) and y:
-        y = y[0]
+    y, expected = call(), "expected y, a torch tensor with a graph to its inputs"
+    y = y[0] if isinstance(y, (tuple, list)) and y else y
     if not isinstance(y, torch.Tensor):
         raise ValueError(f"function returned {arrays.type_in_words(y)}; {expected}")
     if not y.requires_grad:
@@ -504,23 +439,21 @@ def _differentiated(call: Callable[[], Any], operands: dict[str, Any]) -> dict[s
             "function returned a tensor that is detached from the graph (requires_grad is False); "
             f"{expected}. Without autograd, give (forward, backward) instead"
         )
-    gradients = torch.autograd.grad(
-        y, list(leaves.values()), operands["dy"].to(y.dtype), allow_unused=True
-    )
-    results = {"y": y} | {f"d{name}": each for name, each in zip(leaves, gradients)}
-    for name, value in results.items():
-        if value is None:
+    dy = operands["dy"].to(y.dtype)
+    gradients = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
+    for name, gradient in zip(leaves, gradients):
+        if gradient is None:
             raise ValueError(
-                f"function returned a y that does not depend on {name[1:]} in autograd's graph; "
+                f"function returned a y that does not depend on {name} in autograd's graph; "
                 f"expected a gradient for each of {', '.join(leaves)}"
             )
-    return results
+    return {"y": y} | {f"d{name}": each for name, each in zip(leaves, gradients)}
 
 
 def _of_right_shape(values: np.ndarray, name: str, problem: Problem, label: str) -> np.ndarray:
     """The values in the shape that results of this name have."""
     rows, cols = problem.case.num_rows, problem.case.num_cols
-    expected = {"mean": (rows,), "rstd": (rows,), "dweight": (cols,), "dbias": (cols,)}
+    expected = dict.fromkeys(("mean", "rstd"), (rows,)) | dict.fromkeys(_BACKWARD[1:], (cols,))
     shape = expected.get(name, (rows, cols))
     if values.shape == shape:
         return values

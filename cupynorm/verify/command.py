@@ -1,50 +1,41 @@
-"""`python -m cupynorm check`: the gradient check of all kernels, or on the arrays of files."""
+"""`python -m cupynorm check`: the gradient check of all kernels."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from .. import __version__
-from ..command_line import Appended, Commands, finite, number, several, shapes
+from ..command_line import Commands, finite, number
 from ..dispatch.devices import Device
 from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
 from ..gpu import nvrtc, on_cpu
 from ..plans import plan
 from ..table import as_text
-from . import activations, check, kernels
-from .cases import DIRECTIONS, NORMS, Case
-from .check_function import (
-    LIBRARIES,
-    Callables,
-    check_callables,
-    check_either,
-    check_function,
-    imported,
-)
+from . import check, kernels
+from .cases import DIRECTIONS, NORMS, Case, shipped
 from .results import CheckResult, worst_of
 from .traps import Trial, default_trials, trap_trials
 
+_OF_FUNCTIONS = ("function", "forward", "backward")  # options that were removed
 _QUICK_DTYPES = ("float32", "bfloat16")
 # Elements of x in one case, by where the kernels run.
 _MOST_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
 _MOST_ROWS = {"gpu": 1021, "cpu": 61}
-_FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
 
 
 class Entry(NamedTuple):
-    """Trials of one case. name: its line in the table."""
+    """Trials of one case. name: its line in the table. trials: None draws random ones later."""
 
     name: str
     case: Case
-    trials: list[Trial] | None = None  # None: random ones, which are drawn when they run
+    trials: list[Trial] | None = None
 
     def drawn(self, seed: int) -> list[Trial]:
         return default_trials(self.case, seed) if self.trials is None else self.trials
@@ -59,12 +50,6 @@ def add_to(commands: Commands) -> None:
     help = "compare the kernels, forward and backward, with float64"
     parser = commands.add_parser("check", help=help, description=about)
     add = parser.add_argument
-    files = (
-        ".npy, .npz, .safetensors or .pt: check on its arrays, in their own dtypes. x or input, "
-        "weight, bias, dy and eps belong together, with or without a prefix such as layer1/; "
-        "every other array is an x of its own"
-    )
-    add("files", metavar="FILE", nargs="*", help=files)
     on = "where the kernels run; by default on a GPU if there is one"
     add("--on", choices=("gpu", "cpu"), help=on)
     seed = "of random tensors, and of the order in which threads run on the CPU (0)"
@@ -72,86 +57,27 @@ def add_to(commands: Commands) -> None:
     quick = "every strategy on a few shapes: seconds on a laptop without a GPU"
     add("--quick", action="store_true", help=quick)
     add("--traps", action="store_true", help="data and layouts on which other norms failed")
-    norm = "the norm that is checked; by default both, of functions layer_norm"
+    norm = "the norm that is checked; by default both"
     add("--norm", choices=NORMS, help=norm)
-    add("--eps", type=finite, metavar="EPS", help="by default that of a file, else 1e-5")
-    own = parser.add_argument_group(
-        "your own functions",
-        "They are checked in place of the kernels, on random data or on files. Their parameters "
-        "may have the names x or input, normalized_shape, weight, bias, eps, dy, mean and rstd; "
-        "parameters of other names get what is left, in the order shown.",
+    add(
+        "--eps",
+        type=finite,
+        metavar="EPS",
+        help="1e-5, and 1e-12 of the activations that come with the package",
     )
-    add = own.add_argument
-    signatures = {
-        "function": "(input, normalized_shape, weight, bias, eps) -> y, differentiated by torch",
-        "forward": "(x, weight, bias, eps) -> y, or (y, mean, rstd); RMSNorm: (y, rstd)",
-        "backward": "(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias)",
-    }
-    for name, signature in signatures.items():
-        add(f"--{name}", metavar="MODULE:NAME", help=signature)
-    library = "of the arrays that they get; by default torch if it is installed, else numpy"
-    add("--library", choices=LIBRARIES, help=library)
-    dtypes = "of random data, with commas or given again (float32)"
-    add("--dtype", action=Appended, type=several(list(DTYPES)), help=dtypes)
-    several_shapes = "of random data, with commas or given again (64x768,61x769,7x8195)"
-    add("--shape", action=Appended, type=shapes("rows x columns", "64x768"), help=several_shapes)
+    for name in _OF_FUNCTIONS:
+        add(f"--{name}", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if all is within what the dtypes allow, else 1."""
-    labels = ("function", "forward", "backward")
-    named = {label: getattr(arguments, label) for label in labels if getattr(arguments, label)}
-    options = {} if arguments.eps is None else {"eps": arguments.eps}
-    if named:
-        result = run_functions(arguments, named, options)
-    else:
-        result = run_kernels(arguments, options)
-    if not result.findings:
-        raise ValueError("no tensor was checked; expected at least one result")
-    print(result)
-    return 0 if result else 1
-
-
-def run_functions(
-    arguments: argparse.Namespace, named: dict[str, str], options: dict[str, Any]
-) -> CheckResult:
-    """Checks functions, MODULE:NAME by label. options: an eps that is given."""
-    if arguments.on or arguments.quick:
-        raise ValueError("--on or --quick is given with your own functions; expected neither")
-    if "function" in named and len(named) > 1:
-        raise ValueError(
-            "--function is given together with --forward or --backward; expected --function "
-            "alone, whose backward is autograd's, or --forward, --backward or both"
-        )
-    functions = {label: imported(text, f"--{label}") for label, text in named.items()}
-    norm = arguments.norm or NORMS[0]
-    if not arguments.files:
-        pair = functions.get("forward"), functions.get("backward")
-        options |= {"norm": norm, "dtypes": arguments.dtype or ["float32"]}
-        options |= {"library": arguments.library, "shapes": arguments.shape}
-        options |= {"traps": arguments.traps, "seed": arguments.seed}
-        return check_function(functions.get("function", pair), **options)
-    if arguments.traps or arguments.dtype or arguments.shape:
-        raise ValueError("--traps, --dtype or --shape is given with files; expected none of them")
-    recorded = _arrays_of(arguments, options)
-
-    def checked(library: str | None) -> CheckResult:
-        own = Callables(library=library, **functions)
-        mine = [replace(each, **own.absent(norm)) for each in recorded]
-        trials = [Trial(each.problem(norm), each.name) for each in mine]
-        return check_callables(_with_progress(trials), own)
-
-    return checked(arguments.library) if arguments.library else check_either(checked)
-
-
-def run_kernels(arguments: argparse.Namespace, options: dict[str, float]) -> CheckResult:
-    """Checks the kernels, and prints a table of problems and dtypes."""
-    for name in ("library", "dtype", "shape"):
-        if getattr(arguments, name):
+    for name in _OF_FUNCTIONS:
+        if getattr(arguments, name) is not None:
             raise ValueError(
-                f"--{name} is given without --function, --forward or --backward; expected one"
+                f"--{name} is no option any more; expected cupynorm.check_function(...) in Python"
             )
+    options = {} if arguments.eps is None else {"eps": arguments.eps}
     where = kernels.machine(arguments.on, arguments.seed)
     print(describe(where), end="\n\n", flush=True)
     entries = entries_of(arguments, where, options)
@@ -159,27 +85,14 @@ def run_kernels(arguments: argparse.Namespace, options: dict[str, float]) -> Che
         compile_on_cpu(entries, where.device)
     results = [
         (entry, check.check_kernels(entry.drawn(arguments.seed), where))
-        for entry in _with_progress(entries)
+        for entry in tqdm(entries, desc="checking", unit="case", leave=False, disable=None)
     ]
     print(table(results), end="\n\n")
-    result = results[0][1] if results else CheckResult()
+    result = results[0][1]
     result.findings = [found for _, each in results for found in each.findings]
     result.checked = result.checked.partition(";")[0]  # the shapes are in the table
-    return result
-
-
-def _with_progress(every: Iterable) -> Iterable:
-    return tqdm(every, desc="checking", unit="case", leave=False, disable=None)
-
-
-def _arrays_of(
-    arguments: argparse.Namespace, options: dict[str, float]
-) -> list[activations.Activations]:
-    """Those of the files, or the shipped ones, with the eps that is given."""
-    recorded = [each for path in arguments.files for each in activations.read(path, print)]
-    if arguments.files and not recorded:
-        raise ValueError("the files have no array of floats; expected at least one")
-    return [replace(each, **options) for each in recorded or activations.shipped()]
+    print(result)
+    return 0 if result else 1
 
 
 def describe(where: kernels.Machine) -> str:
@@ -192,12 +105,8 @@ def describe(where: kernels.Machine) -> str:
     ]
     gpu = f"{machine['gpu']}, driver {machine['driver']}" if machine["gpu"] else "no GPU"
     line = f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"
-    if where.on == "gpu":
-        return line
-    return (
-        f"{line}\nThe .cu files are compiled by {on_cpu.compiler()} and run on the CPU, planned "
-        f"for an {where.device.name}."
-    )
+    ran = f"compiled by {on_cpu.compiler()} and run on the CPU" if where.on == "cpu" else ""
+    return line + f"\nThe .cu files are {ran}, planned for an {where.device.name}." * bool(ran)
 
 
 def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
@@ -219,15 +128,21 @@ def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
 def table(results: Sequence[tuple[Entry, CheckResult]]) -> str:
     """One line for each problem, one column for each dtype: the tensor with the largest error."""
     dtypes = [dtype for dtype in DTYPES if any(entry.case.x == dtype for entry, _ in results)]
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for entry, result in results:
-        worst = worst_of(result.findings)
-        words = f"{worst.error:.2f} {worst.tensor}"
-        words = words if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
-        lines.setdefault((entry.case.norm, entry.name), {})[entry.case.x] = words
+    lines: dict[tuple[str, str], dict[str, list]] = {}
+    for entry, result in results:  # several files may have arrays of one name
+        line = lines.setdefault((entry.case.norm, entry.name), {})
+        line.setdefault(entry.case.x, []).extend(result.findings)
     rows = [["norm", "rows x columns", *dtypes]]
-    rows += [[*key, *(line.get(each, "-") for each in dtypes)] for key, line in lines.items()]
+    rows += [[*key, *(_worst(line.get(each)) for each in dtypes)] for key, line in lines.items()]
     return as_text(rows)
+
+
+def _worst(findings: list | None) -> str:
+    if not findings:
+        return "-"
+    worst = worst_of(findings)
+    words = f"{worst.error:.2f} {worst.tensor}"
+    return words if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
 
 
 # What is checked.
@@ -239,25 +154,17 @@ def entries_of(
     """What the arguments ask to check."""
     norms = (arguments.norm,) if arguments.norm else NORMS
     dtypes = _QUICK_DTYPES if arguments.quick else list(DTYPES)
-    if arguments.traps and not arguments.files:
+    if arguments.traps:
         return [
             Entry(f"{trial.name}, {_shape(trial.problem.case)}", trial.problem.case, [trial])
             for norm, dtype in product(norms, dtypes)
             for trial in trap_trials(Case(norm, 0, 0, dtype, **options), seed=arguments.seed)
         ]
     entries = []
-    recorded = _arrays_of(arguments, options)
-    for norm, each, dtype in product(norms, recorded, [None] if arguments.files else dtypes):
-        most = _FILE_ELEMENTS[where.on]
-        problem = each.problem(norm, dtype, max_elements=most, seed=arguments.seed)
-        num_rows, num_cols = each.x.shape
-        is_sample = problem.case.num_rows < num_rows
-        sampled = f"{problem.case.num_rows} of " if is_sample else ""
-        label = each.name.rpartition("layer_norms/")[2]
-        name = f"{label}, {sampled}{num_rows} x {num_cols}"
+    for norm, each, dtype in product(norms, shipped(), dtypes):
+        problem = each._replace(**options).problem(norm, dtype)
+        name = f"{each.name}, {_shape(problem.case)}"
         entries.append(Entry(name, problem.case, [Trial(problem)]))
-    if arguments.files:
-        return entries
     shapes = random_shapes(where.device, where.on, arguments.quick)
     for norm, (num_rows, num_cols, strategy), dtype in product(
         norms, shapes, dtypes[arguments.quick :]

@@ -2,13 +2,12 @@
 
 A mistake explains a tensor if its values, computed in float64, are within twice what is allowed for
 95% of all elements and 95% of those that are off; the rest must be near, too. Of several, the one
-with the smallest rest is taken. Three mistakes have no formula, because their errors are those of
+with the smallest rest is taken. Two mistakes have no formula, because their errors are those of
 roundings. Each has a bound, and what is beyond it is not explained:
 
     a rounded mean      rows of large mean are off by a shift of the size of its rounding error
     E[x^2] - E[x]^2     rows are off by a factor, and that of the variance is at most the rounding
                         error of mean^2
-    narrow arithmetic   the errors have the size of the roundings of a narrower dtype
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def _cause(problem: Problem, judged: Judged) -> str:
     unwritten = _spread_nan(problem, judged) or _unwritten(judged)
     problem, judged = _fewer_rows(problem, judged)
     if problem.case.round_x_hat:
-        return unwritten or _narrow(judged)
+        return unwritten or UNKNOWN
     rows = Rows(problem)
     fitted = _fit(rows, judged)
     return (
@@ -142,7 +141,7 @@ def _cause(problem: Problem, judged: Judged) -> str:
         or unwritten
         or _nearly_right(judged)
         or _of_roundings(rows, judged, fitted)
-        or _narrow(judged)
+        or UNKNOWN
     )
 
 
@@ -197,7 +196,8 @@ def _every_candidate(
         products = terms @ (judged.got - judged.expected)
         row = int(np.argmax(np.nan_to_num(np.abs(products) / np.sqrt(squares))))
         count = 1 + np.rint(products[row] / squares[row])
-        words = f"row {row} counts {count:g} times" if count else f"row {row} is not summed"
+        name = "the last row" if row == len(terms) - 1 else f"row {row}"
+        words = f"{name} counts {count:g} times" if count else f"{name} is not summed"
         yield Candidate(words, judged.expected + (count - 1) * terms[row])
     for sentence, rearranged in rearrangements(judged.got.shape):
         yield Candidate(sentence, rearranged(judged.expected), rearranged(judged.allowed))
@@ -210,17 +210,16 @@ def _spread_nan(problem: Problem, judged: Judged) -> str:
     """A NaN of x in results of other rows, or missing in those of its own."""
     if judged.got.shape[:1] != problem.x.shape[:1] or judged.tensor in ("dweight", "dbias"):
         return ""
-    has_nan = ~np.isfinite(problem.x).all(axis=1)
-    axes = tuple(range(1, judged.got.ndim))
-    got, expected = np.isnan(judged.got), np.isnan(judged.expected)
-    got_nan, lost = (got & ~expected).all(axis=axes), (~got & expected).all(axis=axes)
-    source = np.flatnonzero(has_nan)
+    source = np.flatnonzero(~np.isfinite(problem.x).all(axis=1))
     if not source.size:
         return ""
-    if got_nan.any() and np.isnan(judged.got)[judged.off].mean() >= _SHARE:
-        reached = _of_line(got_nan, "row").rpartition(" ")[0]
-        return f"a NaN or infinity of row {source[0]} spreads to {reached}"
-    if lost[source].any():
+    axes = tuple(range(1, judged.got.ndim))
+    got, expected = np.isnan(judged.got), np.isnan(judged.expected)
+    reached = (got & ~expected).all(axis=axes)
+    if reached.any() and got[judged.off].mean() >= _SHARE:
+        rows = _of_line(reached, "row").rpartition(" ")[0]
+        return f"a NaN or infinity of row {source[0]} spreads to {rows}"
+    if (~got & expected).all(axis=axes)[source].any():
         return f"row {source[0]} has a NaN or infinity in x, and its result should be NaN"
     return ""
 
@@ -294,25 +293,6 @@ def _of_roundings(rows: Rows, judged: Judged, fitted: tuple[np.ndarray, np.ndarr
     return _ONE_PASS if explained[off].mean() >= _SHARE else ""
 
 
-def _narrow(judged: Judged) -> str:
-    """Errors of the size of a narrower dtype's roundings, or the words for no cause."""
-    error = np.abs(judged.got - judged.expected)
-    squares = np.where(np.isfinite(judged.expected), judged.expected**2, 0.0)
-    size = np.sqrt(squares.mean(axis=-1, keepdims=True))
-    relative = (error / size)[judged.off & np.isfinite(error)]
-    if judged.off.mean() < 0.1 or not relative.size:
-        return UNKNOWN
-    digits = -np.log2(np.median(relative))
-    largest = np.max(error / np.maximum(size, np.abs(judged.expected)), where=judged.off, initial=0)
-    for dtype in ("bfloat16", "float16", "float32"):
-        narrow = DTYPES[dtype].digits
-        wide = compute_dtype(judged.dtype).digits
-        is_near = narrow < wide and abs(digits - narrow - 1) < (1.5 if narrow < 20 else 4)
-        if is_near and largest <= 8 * 2.0**-narrow:
-            return f"the errors have the size of roundings to {dtype}"
-    return UNKNOWN
-
-
 # Usual mistakes: what a tensor would be if one were made, as formulas in float64.
 
 
@@ -347,13 +327,12 @@ def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
     return decode(encode(values, dtype), dtype)
 
 
-def summed_in(values: np.ndarray, dtype: str, axis: int) -> np.ndarray:
-    """Sums that are rounded after each addition, kept as an axis of extent 1."""
-    values = np.moveaxis(values, axis, 0)
-    total = np.zeros(values.shape[1:])
-    for each in values:
+def summed_in(terms: np.ndarray, dtype: str) -> np.ndarray:
+    """Sums over rows that are rounded after each addition."""
+    total = np.zeros(terms.shape[1:])
+    for each in terms:
         total = round_to(total + each, dtype)
-    return np.expand_dims(total, axis)
+    return total
 
 
 def statistics(rows: Rows) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -390,16 +369,9 @@ def statistics(rows: Rows) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     for sentence, rstd in rstds.items():
         yield sentence, center, rstd
     for dtype in _NARROW:
-        if DTYPES[dtype].digits > DTYPES[rows.case.x].digits or n > _MOST_STEPS:
-            continue
-        rounded = round_to(center, dtype), round_to(rows.rstd, dtype)
-        yield f"mean and rstd are rounded to {dtype}", *rounded
-        mean = center
-        if rows.centered:
-            mean = round_to(summed_in(round_to(rows.x, dtype), dtype, 1) / n, dtype)
-        squares = summed_in(round_to((rows.x - mean) ** 2, dtype), dtype, 1)
-        rstd = 1 / np.sqrt(round_to(squares / n, dtype) + eps)
-        yield f"the statistics are accumulated in {dtype}", mean, rstd
+        if DTYPES[dtype].digits <= DTYPES[rows.case.x].digits:
+            rounded = round_to(center, dtype), round_to(rows.rstd, dtype)
+            yield f"mean and rstd are rounded to {dtype}", *rounded
 
 
 def of_statistics(rows: Rows, tensor: str, mean: np.ndarray, rstd: np.ndarray) -> np.ndarray:
@@ -429,13 +401,13 @@ def candidates(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Named]
             yield "dsum is not added", _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
     if tensor == "dweight":
         yield from _of_dweight(rows)
-        yield from _sums(rows.dy * rows.x_hat)
+        yield from _narrow_sums(rows.dy * rows.x_hat)
     if tensor == "dbias":
         yield "it is dweight: the sum of dy * x_hat", (rows.dy * rows.x_hat).sum(axis=0)
         yield "dy is multiplied by the weight", rows.wdy.sum(axis=0)
         if rows.case.num_rows == rows.n:
             yield "it is summed over columns, not over rows", rows.dy.sum(axis=1)
-        yield from _sums(rows.dy)
+        yield from _narrow_sums(rows.dy)
     if tensor == "mean":
         yield "it is rstd: mean and rstd are swapped", rows.rstd[:, 0]
         yield "it is the sum: not divided by num_cols", rows.x.sum(axis=1)
@@ -473,29 +445,17 @@ def rearrangements(shape: tuple[int, ...]) -> Iterator[tuple[str, Callable]]:
 
 def _of_y(rows: Rows) -> Iterator[Named]:
     x_hat, w, bias = rows.x_hat, rows.w, rows.bias
-    has_weight, has_bias = rows.problem.weight is not None, rows.problem.bias is not None
-    if has_weight:
+    if rows.problem.weight is not None:
         words, other = _other_centre(rows)
         yield "the weight is missing", x_hat + bias
         yield words, x_hat * other + bias
         yield "the weight multiplies twice", x_hat * w**2 + bias
-        yield "the weight divides", x_hat / w + bias
-    if has_bias:
+    if rows.problem.bias is not None:
         yield "the bias is missing", x_hat * w
-        yield "the bias is subtracted", x_hat * w - bias
         yield "the bias is added before the weight multiplies", (x_hat + bias) * w
-    if has_weight and has_bias:
-        yield "weight and bias are missing", x_hat
-        yield "weight and bias are swapped", x_hat * bias + rows.weight
     for shift, where in ((1, "before"), (-1, "after")):
         words = f"weight and bias are those of the column {where}"
         yield words, x_hat * np.roll(w, shift) + np.roll(bias, shift)
-    if rows.centered:
-        words = "x * rstd - mean stands for (x - mean) * rstd"
-        yield words, (rows.x * rows.rstd - rows.mean) * w + bias
-    for dtype in _NARROW:
-        if DTYPES[dtype].digits <= DTYPES[rows.case.dtype("y")].digits:
-            yield f"x_hat is rounded to {dtype}", round_to(x_hat, dtype) * w + bias
 
 
 def _other_centre(rows: Rows) -> Named:
@@ -517,46 +477,34 @@ def _of_dx(rows: Rows) -> dict[str, np.ndarray]:
     """Without dsum."""
     wdy, x_hat, rstd, dy, n, w = rows.wdy, rows.x_hat, rows.rstd, rows.dy, rows.n, rows.w
     c = rows.centered
-    of_mean, in_x_hat = _mean(wdy) * c, _mean(wdy * x_hat)
-    of_x_hat = x_hat * in_x_hat
-    right = wdy - of_mean - of_x_hat
+    of_mean, of_x_hat = _mean(wdy) * c, x_hat * _mean(wdy * x_hat)
     made = {
-        "the term x_hat * mean(wdy * x_hat) is missing": rstd * (wdy - of_mean),
-        "the sums are not divided by num_cols": rstd * (wdy - n * of_mean - n * of_x_hat),
-        "the sum of wdy * x_hat is not divided by num_cols": rstd * (wdy - of_mean - n * of_x_hat),
-        "rstd is missing": right,
-        "rstd is squared": rstd**2 * right,
-        "the mean terms are added, not subtracted": rstd * (wdy + of_mean + of_x_hat),
-        "x_hat lacks its factor x_hat in x_hat * mean(wdy * x_hat)": rstd
-        * (wdy - of_mean - in_x_hat),
+        "the term x_hat * mean(wdy * x_hat) is missing": wdy - of_mean,
+        "the sums are not divided by num_cols": wdy - n * of_mean - n * of_x_hat,
+        "rstd is missing": (wdy - of_mean - of_x_hat) / rstd,
+        "the mean terms are added, not subtracted": wdy + of_mean + of_x_hat,
+        "x stands for x_hat": wdy - of_mean - rows.x * _mean(wdy * rows.x),
     }
-    others = {"y": x_hat * w + rows.bias, "x": rows.x}
     if c:
-        others["x - mean"] = rows.x - rows.mean
-        made["the term mean(wdy) is missing"] = rstd * (wdy - of_x_hat)
-        made["both mean terms are missing"] = rstd * wdy
-        words = "the sum of wdy is not divided by num_cols"
-        made[words] = rstd * (wdy - n * of_mean - of_x_hat)
+        made["the term mean(wdy) is missing"] = wdy - of_x_hat
+        made["both mean terms are missing"] = wdy
     else:
-        made["mean(wdy) is subtracted, as in LayerNorm"] = rstd * (wdy - _mean(wdy) - of_x_hat)
-    for name, other in others.items():
-        made[f"{name} stands for x_hat"] = rstd * (wdy - of_mean - other * _mean(wdy * other))
-    if rows.problem.weight is None:
-        return made
-    made["the weight multiplies twice"] = _gradient(wdy * w, x_hat, rstd, c)
-    made["dy is not multiplied by the weight"] = _gradient(dy, x_hat, rstd, c)
-    means = _mean(dy) * c + x_hat * _mean(dy * x_hat)
-    made["the means are those of dy, not of wdy = dy * weight"] = rstd * (wdy - means)
-    words, other = _other_centre(rows)
-    made[words] = _gradient(dy * other, x_hat, rstd, c)
-    for first, second, name in (
-        (w, 1, "the term mean(wdy)"),
-        (1, w, "the term x_hat * mean(wdy * x_hat)"),
-        (w, w, "both mean terms"),
-    ):
-        words = f"the weight stands twice in {name}"
-        made[words] = rstd * (wdy - first * of_mean - second * of_x_hat)
-    return made
+        made["mean(wdy) is subtracted, as in LayerNorm"] = wdy - _mean(wdy) - of_x_hat
+    if rows.problem.weight is not None:
+        means = _mean(dy) * c + x_hat * _mean(dy * x_hat)
+        made["dy is not multiplied by the weight"] = dy - means
+        made["the means are those of dy, not of wdy = dy * weight"] = wdy - means
+        words, other = _other_centre(rows)
+        for sentence, g in ((words, dy * other), ("the weight multiplies twice", wdy * w)):
+            made[sentence] = _gradient(g, x_hat, rstd, c) / rstd
+        for first, second, name in (
+            (w, 1, "the term mean(wdy)"),
+            (1, w, "the term x_hat * mean(wdy * x_hat)"),
+            (w, w, "both mean terms"),
+        ):
+            sentence = f"the weight stands twice in {name}"
+            made[sentence] = wdy - first * of_mean - second * of_x_hat
+    return {sentence: rstd * values for sentence, values in made.items()}
 
 
 def _of_dweight(rows: Rows) -> Iterator[Named]:
@@ -568,16 +516,10 @@ def _of_dweight(rows: Rows) -> Iterator[Named]:
         yield "x is not multiplied by rstd", (dy * (rows.x - rows.mean)).sum(axis=0)
 
 
-def _sums(terms: np.ndarray) -> Iterator[Named]:
-    """Wrong sums over rows."""
-    total = terms.sum(axis=0)
-    if len(terms) > 1:
-        for row in (len(terms) - 1, 0):
-            name = "last" if row else "first"
-            yield f"the {name} row is not summed", total - terms[row]
+def _narrow_sums(terms: np.ndarray) -> Iterator[Named]:
     for dtype in _NARROW if len(terms) <= _MOST_STEPS else ():
         for each in (terms, round_to(terms, dtype)):
-            yield f"it is accumulated in {dtype}", summed_in(each, dtype, 0)[0]
+            yield f"it is accumulated in {dtype}", summed_in(each, dtype)
 
 
 # Which elements are off.

@@ -21,6 +21,7 @@ from ..gpu import launch, nvrtc, on_cpu
 from ..gpu.arrays import Rows
 from ..norm.arguments import NO_FUNCTORS, Call, PlacedFunctors, backward_call, forward_call
 from ..norm.request import BackwardOptions, ForwardOptions, Launch, Quantization, of_backward
+from ..options import check_choice
 from .cases import Case, Problem
 
 
@@ -46,7 +47,7 @@ class Machine:
 class CpuMachine(Machine):
     """Runs the kernels on the CPU, planned for `device`. Arrays are NumPy's, in storage dtypes.
 
-    seed: of the order in which threads run. sanitize: as for gpu.on_cpu.kernel.
+    seed: of the order in which threads run. sanitized: as for gpu.on_cpu.kernel.
     folder: of the sources, None for the installed ones.
     """
 
@@ -56,12 +57,12 @@ class CpuMachine(Machine):
         self,
         device: Device = DEVICES["H200"],
         seed: int = 0,
-        sanitize: tuple[str, ...] = (),
+        sanitized: bool = False,
         folder: Path | None = None,
     ) -> None:
         self.device = device
         self.seed = seed
-        self.sanitize = sanitize
+        self.sanitized = sanitized
         self.folder = folder
 
     def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
@@ -72,7 +73,9 @@ class CpuMachine(Machine):
         return array
 
     def launch(self, kernel_launch: KernelLaunch, words: tuple) -> None:
-        self.run(cpu_kernel(kernel_launch.kernel, self.sanitize, self.folder), kernel_launch, words)
+        self.run(
+            cpu_kernel(kernel_launch.kernel, self.sanitized, self.folder), kernel_launch, words
+        )
 
     def run(self, instance: on_cpu.CpuKernel, kernel_launch: KernelLaunch, words: tuple) -> None:
         """Runs the kernel of a launch."""
@@ -87,17 +90,10 @@ class CpuMachine(Machine):
 
 
 @cache
-def cpu_kernel(
-    kernel: Kernel, sanitize: tuple[str, ...], folder: Path | None = None
-) -> on_cpu.CpuKernel:
+def cpu_kernel(kernel: Kernel, sanitized: bool, folder: Path | None = None) -> on_cpu.CpuKernel:
     """A kernel compiled for the CPU, loaded once."""
-    return on_cpu.kernel(
-        kernel.source,
-        kernel.name_expression,
-        sanitize=sanitize,
-        folder=folder,
-        functors=kernel.functors,
-    )
+    options = {"sanitized": sanitized, "folder": folder, "functors": kernel.functors}
+    return on_cpu.kernel(kernel.source, kernel.name_expression, **options)
 
 
 class GpuCheckMachine(Machine):
@@ -132,11 +128,10 @@ class GpuCheckMachine(Machine):
 def machine(on: str | None = None, seed: int = 0) -> Machine:
     """Where to run the kernels. on: "gpu", "cpu", or None for a GPU if there is one.
 
-    seed: of the order in which threads run on the CPU.
-    Raises ValueError for another word and where there is no GPU, MissingLibraryError without CuPy.
+    seed: of the order in which threads run on the CPU. Raises ValueError for another word and where
+    there is no GPU, MissingLibraryError without CuPy.
     """
-    if on not in (None, "gpu", "cpu"):
-        raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
+    check_choice("on", on, ("gpu", "cpu", None), " for a GPU if there is one")
     if on == "cpu" or (on is None and not nvrtc.has_gpu()):
         return CpuMachine(seed=seed)
     nvrtc.cupy()  # without CuPy, the error says what to install
@@ -152,18 +147,11 @@ def uses_welford(case: Case, device: Device) -> bool:
     own_sum = {}
     if case.has_own_sum:
         own_sum = {"input": case.x, "residual_dtype": case.added}
-    problem = PlanProblem(
-        "forward",
-        case.norm == "layer_norm",
-        case.num_cols,
-        case.sum,
-        y=case.dtype("y"),
-        weight=case.dtype("weight"),
-        bias=case.dtype("bias"),
-        residual=bool(case.residual) and not case.has_own_sum,
-        layout=Layout.of_new_arrays(case.num_cols),
-        **own_sum,
-    )
+    shape = ("forward", case.norm == "layer_norm", case.num_cols, case.sum)
+    dtypes = {name: case.dtype(name) for name in ("y", "weight", "bias")}
+    residual = bool(case.residual) and not case.has_own_sum
+    layout = Layout.of_new_arrays(case.num_cols)
+    problem = PlanProblem(*shape, **dtypes, residual=residual, layout=layout, **own_sum)
     chosen = dispatch.choose(problem, device, case.strategy, case.tile, case.statistics)
     return chosen.statistics == "welford"
 

@@ -17,6 +17,7 @@ from .diagnosis import Diagnosis, Judged, diagnose
 
 Diagnose = Callable[[Judged], Diagnosis]
 
+CALL = "call"  # stands for the tensors of a call that raised an error
 _MOST_SHOWN, _MOST_OFF = 36, 12  # lines of a table; tensors in it that are off
 
 
@@ -85,11 +86,14 @@ class CheckResult:
     @property
     def verdict(self) -> str:
         """The first line: OK or OFF, and of how many tensors."""
-        count = len(self.findings)
-        if not count:
+        raised = sum(finding.tensor == CALL for finding in self.findings)
+        count, off = len(self.findings) - raised, self.num_off - raised
+        if not self.findings:
             return "OFF: no tensor was checked"
         if self.num_off:
-            return f"OFF: {self.num_off} of {count} tensors are beyond what their dtypes allow"
+            wrong = [f"{off} of {count} tensors are beyond what their dtypes allow"] * bool(off)
+            wrong += [f"{raised} call{'s' * (raised > 1)} raised an error"] * bool(raised)
+            return f"OFF: {'; '.join(wrong)}"
         return f"OK: {count} tensors checked, all within what their dtypes allow"
 
     @property
@@ -130,16 +134,16 @@ class CheckResult:
         if len(self.findings) <= _MOST_SHOWN:
             return self.findings
         off = [found for found in self.findings if not found.ok][:_MOST_OFF]
-        named: dict[str, list[Finding]] = {}
-        for found in self.findings:
-            named.setdefault(found.tensor, []).append(found)
-        worst = [worst_of(each) for each in named.values()]
+        names = dict.fromkeys(found.tensor for found in self.findings)
+        worst = [worst_of(each for each in self.findings if each.tensor == name) for name in names]
         return off + [found for found in worst if found not in off]
 
     def _table(self) -> list[tuple[str, ...]]:
         table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
         for found in self._shown():
-            verdict = "ok" if found.ok else f"OFF: {found.num_off} elements"
+            off = f"{found.num_off} element{'s' * (found.num_off > 1)}"
+            verdict = f"OFF: {'an error' if found.tensor == CALL else off}"
+            verdict = "ok" if found.ok else verdict
             where = ",".join(map(str, found.where)) or "-"
             numbers = (f"{found.got:.6g}", f"{found.expected:.6g}", f"{found.allowed:.2g}")
             table.append((found.case, found.tensor, f"{found.error:.3f}", where, *numbers, verdict))
@@ -182,16 +186,15 @@ def errors_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """|got - expected| / allowed of each element, and which elements are off.
 
-    dtype: of the output, whose half unit in the last place is in `allowed`. Infinity is right too
-    if a value that the arithmetic may have found rounds to it: one from half a unit above the
-    largest number. None: infinity is right only if it is expected.
+    dtype: of the output. Infinity is right too if a value that the arithmetic may have found rounds
+    to it: one from half a unit above the largest number. None: infinity must be expected.
     """
     with np.errstate(all="ignore"):
         error = np.abs(got - expected) / allowed
         same = (np.isnan(got) & np.isnan(expected)) | (got == expected)
         if dtype is not None:
-            unrounded = np.abs(expected) * (1 - DTYPES[dtype].half_ulp) + allowed
-            is_beyond = unrounded >= DTYPES[dtype].largest * (1 + DTYPES[dtype].half_ulp / 2)
+            half, largest = DTYPES[dtype].half_ulp, DTYPES[dtype].largest
+            is_beyond = np.abs(expected) * (1 - half) + allowed >= largest * (1 + half / 2)
             same |= np.isinf(got) & (np.sign(got) == np.sign(expected)) & is_beyond
         error = np.where(same, 0.0, error)
         return error, ~(error <= 1.0)
@@ -199,15 +202,9 @@ def errors_of(
 
 def dtype_of(case: Case, tensor: str) -> str:
     """The dtype of a result; that of the arithmetic for mean and rstd."""
-    dtypes = {
-        "y": case.dtype("y"),
-        "recomputed": case.dtype("y"),
-        "dx": case.x,
-        "sum": case.sum,
-        "dresidual": case.added,
-        "dweight": case.dtype("weight"),
-        "dbias": case.dtype("bias"),
-    }
+    dtypes = {"dx": case.x, "sum": case.sum, "dresidual": case.added}
+    dtypes |= dict.fromkeys(("y", "recomputed"), case.dtype("y"))
+    dtypes |= {"dweight": case.dtype("weight"), "dbias": case.dtype("bias")}
     return dtypes.get(tensor) or compute_dtype(case.sum).name
 
 

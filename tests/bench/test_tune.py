@@ -32,6 +32,7 @@ def tuner(times):
     return made
 
 
+@pytest.mark.slow
 def test_widths_are_of_the_classes_of_a_row():
     for range_ in tune.ranges_of(ROWS[::23], []):
         found = range_.cells(Random(1), H200)

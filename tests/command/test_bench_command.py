@@ -29,7 +29,7 @@ def measured(monkeypatch, tmp_path):
         made, asked = result_file(tmp_path / "made.json", 0.9), {}
 
     def bench(todo, **options):
-        Fake.asked.update(options, todo=todo)
+        Fake.asked.update(options, todo=todo, times=Fake.asked.get("times", 0) + 1)
         return Fake.made
 
     monkeypatch.setattr(measure, "bench", bench)
@@ -37,14 +37,20 @@ def measured(monkeypatch, tmp_path):
     return Fake
 
 
-@pytest.mark.parametrize("share,code,verdict", [(0.9, 0, "1 the same"), (0.8, 1, "1 slower")])
+@pytest.mark.parametrize("share, code, verdict", [(0.9, 0, "0 slower"), (0.8, 1, "1 slower")])
 def test_guard(capsys, measured, tmp_path, share, code, verdict):
+    """A cell that is slower is measured twice, by the same options."""
     before = result_file(tmp_path / "before.json", 0.9)
     measured.made = result_file(tmp_path / "after.json", share)
-    words = ("--guard", "before.json", "--runs", "7", "--json", "now.json")
+    words = ("--guard", "before.json", "--runs", "7", "--jobs", "3", "--json", "now.json")
     found, out, _ = call(capsys, "bench", *words)
-    assert found == code and verdict in out.splitlines()[-1]
-    assert measured.asked["todo"] == [before.measurements[0].cell] and measured.asked["runs"] == 7
+    assert found == code and verdict in out.splitlines()[-1] and "before.json, and now:" in out
+    assert measured.asked["todo"] == [before.measurements[0].cell]
+    assert (measured.asked["runs"], measured.asked["jobs"], measured.asked["times"]) == (
+        7,
+        3,
+        1 + code,
+    )
     assert report.read("now.json").measurements == measured.made.measurements
 
 
@@ -60,14 +66,12 @@ def test_guard_has_a_default(capsys, measured, monkeypatch):
     slow = before.measurements[0]
     samples = slow.samples | {"cupynorm": [1.5 * each for each in slow.samples["cupynorm"]]}
     slow = report.Measurement(slow.cell, slow.strategy, samples, slow.errors)
-    settings, others = before.settings, before.measurements[1:]
-    measured.made = report.BenchResult(before.environment, settings, [slow, *others])
+    others = before.measurements[1:]
+    measured.made = report.BenchResult(before.environment, before.settings, [slow, *others])
     monkeypatch.chdir(ROOT)
     code, out, _ = call(capsys, "bench", "--guard")
-    count = len(before.measurements)
-    last = f"{count} cells: 1 slower, 0 faster, {count - 1} the same within the spread"
-    assert code == 1 and out.splitlines()[-1] == last
-    (line,) = [line for line in out.splitlines() if line.strip().startswith("slower ")]
+    assert code == 1 and f"{len(others) + 1} cells: 1 slower by more than 5%" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("slower   -33")]
     assert line.endswith(str(slow.cell))
 
 

@@ -1,11 +1,13 @@
 """python -m cupynorm: arguments that are refused in a sentence, and how numbers are written."""
 
+import argparse
+
 import pytest
 from command_runs import ROOT
 
 from cupynorm import __main__ as command
 from cupynorm.bench.cells import COLS, MODELS
-from cupynorm.command_line import number, positives
+from cupynorm.command_line import number, positives, shapes
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,8 @@ from cupynorm.command_line import number, positives
         ("tune --output none/tiles.csv", "none/tiles.csv: there is no folder"),
         ("--on tpu", "invalid choice: 'tpu'"),
         ("--eps nan", "'nan' is not a finite number"),
+        ("check a.npz", "unrecognized arguments: a.npz"),
+        ("check --forward a:b", "--forward is no option any more; expected cupynorm.check_functi"),
         ("plna 12288", "'plna' is no command; expected one of check, plan, bench, tune"),
         ("explain 1023", "cupynorm.explain is a name of Python and no command; expected one"),
         ("--fast", "unrecognized arguments: --fast"),
@@ -57,8 +61,6 @@ def test_names_may_be_all_and_lists_add_up():
     assert parsed.models == list(MODELS) and parsed.peers == ["torch", "quack"]
     assert parsed.cols == COLS and parsed.jobs == 1
     for words in (
-        "check --dtype float32 float64",
-        "check --shape 61x768 64x4096",
         "bench --direction forward backward",
         "bench --cols 64 128",
         "bench linear --shapes 1x2x3 4x5x6",
@@ -70,6 +72,11 @@ def test_names_may_be_all_and_lists_add_up():
         assert once == vars(parse([*names, option, first, option, second, option, first]))
 
 
-def test_numbers():
+def test_numbers_and_shapes():
+    read = shapes("rows x columns", "64x768")
+    assert read("64x768,3x2**4") == [(64, 768), (3, 16)]
+    for wrong in ("64", "1x2x3", "0x4", "axb"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            read(wrong)
     assert [number(text) for text in ("0", "28", "2**28", "2^10")] == [0, 28, 2**28, 1024]
     assert positives("64,32,2**6") == [64, 32]

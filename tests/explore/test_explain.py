@@ -27,7 +27,7 @@ PROBLEMS = {
 }
 
 
-def explain(**options) -> cupynorm.Explanation:
+def explain(**options) -> cupynorm.types.Explanation:
     return cupynorm.explain(**{"device": "H200", **options})
 
 
@@ -94,6 +94,7 @@ def test_without_nvrtc_registers_are_unknown(monkeypatch):
     assert ("forward_warp.cu", "?") in {(row[0], row[2]) for row in story.kernels()}
 
 
+@pytest.mark.slow
 def test_the_story_prints_and_draws():
     story = explain(num_cols=1024, num_rows=4096)
     text = str(story)

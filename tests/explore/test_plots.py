@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from cupynorm.bench.report import GUIDE, look, read
+from cupynorm.bench.report import read
 from cupynorm.explore import plots
 from cupynorm.explore.experiment import piece
 from cupynorm.gpu.nvrtc import cuda_src
@@ -34,9 +34,13 @@ def test_lines_have_the_points_and_the_look_of_their_name():
     left, right = plot.axes
     assert [axes.get_title() for axes in plot.axes] == ["a", "b"]
     assert [data(line) for line in left.lines] == [(list(XS), list(YS)), (list(XS), list(XS))]
-    assert left.lines[0].get_color() == look(0)["color"] and left.lines[0].get_marker() == "o"
-    assert left.lines[1].get_color() == GUIDE["color"] and left.lines[1].get_marker() == "None"
-    assert right.lines[0].get_color() == look(1)["color"]  # a name keeps its look in all panels
+    assert left.lines[0].get_color() == plots.look(0)["color"] and left.lines[0].get_marker() == "o"
+    assert (
+        left.lines[1].get_color() == plots.GUIDE["color"] and left.lines[1].get_marker() == "None"
+    )
+    assert (
+        right.lines[0].get_color() == plots.look(1)["color"]
+    )  # a name keeps its look in all panels
     assert left.get_xscale() == left.get_yscale() == "log" and left.get_ylabel() == "y"
     (legend,) = plot.legends
     assert [text.get_text() for text in legend.get_texts()] == ["first", "limit", "second"]
@@ -59,6 +63,25 @@ def test_speeds_are_those_of_the_file():
         ValueError, match="dtype is 'int8'; expected one of the benchmark's, bfloat16"
     ):
         plots.speeds(result, "int8")
+
+
+def test_the_chart_says_which_line_is_ours(tmp_path):
+    result = read(H200)
+    names = ("a.svg", "b.svg")
+    for name in names:
+        plots.chart(result, tmp_path / name)
+    texts = [(tmp_path / name).read_text() for name in names]
+    assert texts[0] == texts[1] and "<!-- cupynorm, this library -->" in texts[0]
+    assert "<!-- layer_norm backward, bfloat16 -->" in texts[0] and "float32" not in texts[0]
+    figure = plots.speeds(result)
+    widths = {line.get_label(): line.get_linewidth() for line in figure.axes[0].lines}
+    assert sorted(widths.values())[-1] == 2.2
+    (legend,) = figure.legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown == ["cupynorm, this library", "torch", "liger", "quack", "copy"]
+    ours = [line for line in figure.axes[0].lines if line.get_linewidth() == 2.2]
+    odd, even = ([int(x) % 2 for x in data(line)[0]] for line in ours)
+    assert set(odd) == {1} and set(even) == {0} and ours[0].get_linestyle() == "None"
 
 
 def test_the_roof_is_the_lower_of_memory_and_arithmetic():

@@ -48,6 +48,7 @@ def test_forward_moves_the_bytes_of_its_plan(name):
     assert different_bytes(trace) == trace.plan.bytes_moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_moves_the_bytes_of_its_plan(name):
     trace = traced(**BACKWARD[name], direction="backward")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import struct
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ import kernel_grid as grid
 
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.instances import Kernel
+from cupynorm.explore.experiment import instructions_of
 from cupynorm.gpu import nvrtc
 
 FILE = Path(__file__).parents[1] / "data" / "frozen_kernels.csv"
@@ -69,32 +69,12 @@ def kernels(compute_capability: int) -> dict[str, Kernel]:
 
 
 def figures(batch: list[Kernel], compute_capability: int) -> list[Figures]:
-    cubin, found = grid.compiled(batch, compute_capability)
-    counts = instructions_by_name(cubin)
+    cubin, found = nvrtc.compile_together(batch, compute_capability)
+    counts = instructions_of(cubin)
     return [
         Figures(used.registers, used.spill_store_bytes, counts[name])
         for name, used in found.values()
     ]
-
-
-def instructions_by_name(cubin: bytes) -> dict[str, int]:
-    """Machine instructions of each kernel of a cubin, without the NOPs at its end.
-
-    A cubin is an ELF file of 64 bits. The code of a kernel is in section .text.NAME; an instruction
-    has 16 bytes, and NOP begins with 0x7918.
-    """
-    (first,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, first + size * at) for at in range(count)]
-    names, found = sections[names_at][4], {}
-    for name, _, _, _, code, num_bytes in sections:
-        start = names + name
-        text = cubin[start : cubin.index(b"\0", start)].decode()
-        if text.startswith(".text."):
-            while num_bytes and cubin.startswith(b"\x18\x79", code + num_bytes - 16):
-                num_bytes -= 16
-            found[text.removeprefix(".text.")] = num_bytes // 16
-    return found
 
 
 def batches(named: dict[str, Kernel]) -> list[dict[str, Kernel]]:

@@ -1,14 +1,12 @@
 """Every kind of kernel that plan can choose, for six architectures: what test_spills.py compiles.
 
-The whole grid takes half an hour of one core. With fewer than 8 cores it is a sample: fewer widths,
-and of the kernels that differ in the integers of their tile alone only the tightest.
+The whole grid takes half an hour of one core. With fewer than 8 cores it has fewer widths.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
@@ -34,7 +32,6 @@ from cupynorm.dispatch.product_plan import (
 )
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.gpu import nvrtc
-from cupynorm.gpu.nvrtc import Resources
 from cupynorm.plans import plan
 
 ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
@@ -301,7 +298,6 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     """The distinct kernels of the grid, each with the first problem that asks for it."""
     device = DEVICES[ARCHITECTURES[compute_capability]]
     found: dict[Kernel, str] = {}
-    launches: dict[Kernel, Launch] = {}
     rows = (16, 4096, 2**30)  # few rows may have tiles and kernels of their own
     for (problem, num_cols), num_rows in itertools.product(_grid(compute_capability), rows):
         made = plan_of(problem, num_cols, num_rows, device)
@@ -309,33 +305,10 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
             found.setdefault(launch.kernel, text)
-            launches.setdefault(launch.kernel, launch)
-    if not HAS_TIME:
-        found = {kernel: found[kernel] for kernel in tightest(launches)}
     limits = pack_limits(compute_capability)
     for launch in matrix_launches(limits, device):
         found.setdefault(launch.kernel, launch.kernel.name_expression)
     return found
-
-
-def tightest(launches: dict[Kernel, Launch]) -> list[Kernel]:
-    """Of kernels that differ in their tile's integers alone, the one closest to its registers.
-
-    Single elements and packs count as different, as do the paths of a row.
-    """
-    groups: dict[tuple, list[Kernel]] = {}
-    for kernel, launch in launches.items():
-        types = re.sub(r"Tile\{[^}]*\}", "", kernel.name_expression)
-        tile = launch.tile
-        key = (kernel.source, types, tile.path, tile.pack_size == 1)
-        groups.setdefault(key, []).append(kernel)
-
-    def load(kernel: Kernel) -> int:
-        """Elements in the registers of a multiprocessor."""
-        tile = launches[kernel].tile
-        return tile.elements * tile.block_size * tile.blocks_per_sm
-
-    return [max(kernels, key=load) for kernels in groups.values()]
 
 
 def batches(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
@@ -345,28 +318,3 @@ def batches(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
         of_source.setdefault(nvrtc.source(kernel), []).append(kernel)
     steps = [(each, at) for each in of_source.values() for at in range(0, len(each), BATCH)]
     return [each[at : at + BATCH] for each, at in steps]
-
-
-def compiled(
-    batch: list[Kernel], compute_capability: int
-) -> tuple[bytes, dict[Kernel, tuple[str, Resources]]]:
-    """The cubin of a batch, and of each kernel its name there and what ptxas reports."""
-    from cupy.cuda import get_cuda_path
-    from cupy_backends.cuda.libs import nvrtc as library
-
-    architecture = batch[0].architecture or f"sm_{compute_capability}"
-    flags = [*nvrtc.options(), "-ftz=true", f"-arch={architecture}", "-Xptxas=-v"]
-    flags += ["-no-cache"] if nvrtc.version() >= (12, 9) else []
-    program = library.createProgram(nvrtc.source(batch[0]), "instances.cu", (), ())
-    try:
-        for kernel in batch:
-            library.addNameExpression(program, kernel.name_expression)
-        library.compileProgram(program, [*flags, *nvrtc._include_options(get_cuda_path())])
-        cubin = library.getCUBIN(program)
-        reports = library.getProgramLog(program).split("Compiling entry function '")[1:]
-        used = {each.partition("'")[0]: nvrtc._resources(each) for each in reports}
-        assert len(reports) == len(batch) and cubin[:4] == b"\x7fELF"
-        names = [library.getLoweredName(program, kernel.name_expression) for kernel in batch]
-        return cubin, {kernel: (name, used[name]) for kernel, name in zip(batch, names)}
-    finally:
-        library.destroyProgram(program)

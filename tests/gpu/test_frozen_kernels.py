@@ -8,7 +8,7 @@ import frozen_kernels
 import pytest
 from nvrtc_here import needs_nvrtc
 
-STEP = 1 if os.cpu_count() >= 8 else 8  # of the batches that are compiled
+STEP = 1 if os.cpu_count() >= 8 else 16  # of the batches that are compiled
 
 
 @needs_nvrtc

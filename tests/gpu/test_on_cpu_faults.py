@@ -120,7 +120,6 @@ def test_the_next_launch_after_a_fault_works():
         (32, 32, 2, {"cluster_size": 32}, "A cluster has 1 to 16 blocks, not 32"),
         (1, 32, 2, {"smem_bytes": 1 << 20}, "No GPU has 1048576 bytes"),
         (1, 32, 3, {}, "The argument struct of the kernel has 16 bytes, but 24 were given"),
-        (-1, 32, 2, {}, "expected each between 0 and"),
     ],
 )
 def test_launches_that_no_gpu_would_take(grid_size, block_size, num_words, options, sentence):

@@ -1,4 +1,4 @@
-"""Folders of what is compiled and loaded: no other user can write them, and damage is mended."""
+"""Folders of what is compiled and loaded: no other user can write them."""
 
 from __future__ import annotations
 
@@ -62,10 +62,6 @@ def test_folders_that_others_can_write_are_refused(cache):
             with pytest.raises(PermissionError, match=rf"rm -r {folder}, or set XDG_CACHE_HOME"):
                 use()
         folder.chmod(0o700)
-    cache.parent.chmod(0o777)
-    with pytest.raises(PermissionError, match=f"chmod go-w {cache.parent}"):
-        cache_folder("on_cpu")
-    cache.parent.chmod(0o1777)
     assert cache_folder("on_cpu").is_dir()
 
 
@@ -73,7 +69,7 @@ def test_folders_that_others_can_write_are_refused(cache):
 def test_folders_of_another_user_are_refused(cache):
     cache.mkdir(mode=0o700)
     os.chown(cache, OTHER, OTHER)
-    with pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
+    with pytest.raises(PermissionError, match=f"no folder that only user {os.geteuid()} can"):
         cache_folder("on_cpu")
 
 
@@ -92,37 +88,14 @@ assert (folder / "another.cuh").is_file()
 
 
 @pytest.mark.slow
-def test_damaged_libraries_are_built_again(cache, compiler):
+def test_libraries_that_others_can_write_are_built_again(cache, compiler):
+    """And deleted ones, while a process runs."""
     finish(start(CALL))
-    libraries = sorted((cache / "on_cpu").glob("*.so"))
+    libraries = sorted((cache / "on_cpu").iterdir())
     assert len(libraries) == 2
-    for library in libraries:
-        good = library.read_bytes()
-        half = len(good) // 2
-        for bad in (good[:half], b"", good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :]):
-            library.write_bytes(bad)
-            finish(start(CALL))
-            assert library.read_bytes() == good
     libraries[0].chmod(0o777)
     finish(start(CALL))
     assert libraries[0].stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.slow
-def test_the_cache_may_be_deleted_while_a_process_runs(cache, compiler):
     again = "on_cpu_calls.block_sums"
     delete = f"import shutil; shutil.rmtree({str(cache)!r})"
     finish(start(f"{CALL}; {delete}; assert {again}(True, 1); {again}(False, 1)"))
-
-
-@pytest.mark.slow
-def test_processes_compile_each_library_once(cache, compiler, tmp_path):
-    log, wrapper = tmp_path / "log", tmp_path / "cxx"
-    wrapper.write_text(
-        f'#!/bin/sh\ncase "$*" in *-shared*) echo "$*" >> {log};; esac\nexec {compiler} "$@"\n'
-    )
-    wrapper.chmod(0o755)
-    for process in [start(CALL, CXX=str(wrapper)) for _ in range(4)]:
-        finish(process)
-    assert len(log.read_text().splitlines()) == 2
-    assert {path.suffix for path in (cache / "on_cpu").iterdir()} == {".so"}

@@ -10,7 +10,7 @@ import itertools
 import shutil
 
 import pytest
-from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, batches, compiled, instances
+from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, batches, instances
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
@@ -19,14 +19,14 @@ from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.grids import fetches_ahead
 from cupynorm.dispatch.instances import Kernel
 from cupynorm.dispatch.problem import SCALINGS, Layout, Problem, Tile
-from cupynorm.gpu.nvrtc import compile_for, cuda_src
+from cupynorm.gpu.nvrtc import compile_for, compile_together, cuda_src
 from cupynorm.plans import plan
 
 # Tests of each architecture, so that pytest-xdist can share them out.
-PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 4, 120: 4}
+PARTS = {80: 2, 86: 1, 89: 1, 90: 2, 100: 1, 120: 1}
 # With few cores: (first, step) of the kernels that are compiled. The plans of sm_86 and sm_89 have
 # the same limits, so other kernels are compiled for each.
-SHARES = {80: (0, 4), 86: (1, 8), 89: (5, 8), 90: (0, 4), 100: (1, 8), 120: (5, 8)}
+SHARES = {80: (0, 12), 86: (1, 24), 89: (5, 24), 90: (4, 72), 100: (9, 24), 120: (13, 24)}
 
 
 @needs_nvrtc
@@ -47,7 +47,7 @@ def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
     reports = {}
     of_part = kernels[part :: PARTS[compute_capability]]
     for batch in batches(of_part):
-        for kernel, (_, used) in compiled(batch, compute_capability)[1].items():
+        for kernel, (_, used) in compile_together(batch, compute_capability)[1].items():
             reports[kernel] = used
     spilled = [
         f"{found[kernel]}: {used.registers} registers, "

@@ -58,7 +58,7 @@ def test_call(call, small):
     if not call.layouts:
         assert_alone(problem, results, small, backward)
     if isinstance(small, CpuMachine):
-        for seed in (1, 2) if call.layouts else range(1, 6):  # the order in which threads run
+        for seed in (1, 2) if call.layouts else (1, 2, 3):  # the order in which threads run
             again = run(problem, CpuMachine(SMALL, seed), backward, call.layouts)
             assert_identical(again, results)
     of_option = RELATIONS.get(call.option)

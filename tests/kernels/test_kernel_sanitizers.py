@@ -20,7 +20,7 @@ from cupynorm.verify.cases import random_problem
 from cupynorm.verify.kernels import CpuMachine
 
 folder = sys.argv[1] and Path(sys.argv[1])
-machine = CpuMachine(kernel_paths.SMALL, 0, ("address", "undefined"), folder or None)
+machine = CpuMachine(kernel_paths.SMALL, 0, True, folder or None)
 for words in sys.argv[2:]:
     call = kernel_paths.Call(*words.split("; "), {})
     case, backward = kernel_paths.case_of(call, machine)
@@ -34,7 +34,7 @@ from every_quantized import quantized_cases, run_quantized
 from quantized_calls import judge_bytes
 from cupynorm.verify.results import CheckResult
 
-machine = CpuMachine(sanitize=("address", "undefined"))
+machine = CpuMachine(sanitized=True)
 findings = judge_scales(*run_scales(2, machine))
 for case, how in quantized_cases()[::10]:
     findings += judge_bytes(case, how, *run_quantized(case, how, machine))

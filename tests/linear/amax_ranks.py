@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import distributed
 from training_cases import check, gathered, make_layers, random
 
-from cupynorm import DelayedScaling, fp8_autocast
+from cupynorm import fp8_autocast
+from cupynorm.recipes import DelayedScaling
 
 
 @check

@@ -20,14 +20,16 @@ from cupynorm.gpu import arrays
 
 torch = pytest.importorskip("torch")
 from cupynorm import (  # noqa: E402
+    LayerNormLinear,
+    fp8_autocast,
+    recipes,  # noqa: E402
+)
+from cupynorm.recipes import (  # noqa: E402
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Format,
-    LayerNormLinear,
-    fp8_autocast,
 )
-from cupynorm.nn import recipes  # noqa: E402
 
 CPU = {"device": "cpu"}
 NAME = {recipes.E4M3: "float8_e4m3fn", recipes.E5M2: "float8_e5m2"}

@@ -11,13 +11,13 @@ from torch.nn import functional  # noqa: E402
 from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
 
 from cupynorm import (  # noqa: E402
-    CurrentScaling,
     LayerNorm,
     LayerNormLinear,
     Linear,
     RMSNorm,
     fp8_autocast,
 )
+from cupynorm.recipes import CurrentScaling  # noqa: E402
 
 SIZE = 24
 

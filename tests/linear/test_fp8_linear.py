@@ -28,15 +28,17 @@ from fp8_linear_cases import (  # noqa: E402
 )
 
 from cupynorm import (  # noqa: E402
+    LayerNormLinear,
+    fp8_autocast,
+    recipes,  # noqa: E402
+)
+from cupynorm.linear import products as linear_products  # noqa: E402
+from cupynorm.recipes import (  # noqa: E402
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Format,
-    LayerNormLinear,
-    fp8_autocast,
 )
-from cupynorm.linear import products as linear_products  # noqa: E402
-from cupynorm.nn import recipes  # noqa: E402
 
 # Each code path: norms, dtypes, saved and returned tensors, splits, and extents that are not
 # multiples of 16.
@@ -274,7 +276,7 @@ def test_fp8_output_and_gradient():
             step(module, problem, recipe)
         with fp8_autocast(recipe=recipe), torch.no_grad():
             y, quantised = module(x), module(x, fp8_output=True)
-        assert isinstance(quantised, cupynorm.QuantizedTensor)
+        assert isinstance(quantised, cupynorm.types.QuantizedTensor)
         assert quantised.data.dtype == recipes.E4M3
         y = y.float().numpy()
         scale = reference.fp8.scale_of(reference.fp8.amax(y), name)

@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import RECIPES, make, step, tensor  # noqa: E402
 
-from cupynorm import CurrentScaling, DelayedScaling, fp8_autocast  # noqa: E402
+from cupynorm import fp8_autocast  # noqa: E402
+from cupynorm.recipes import CurrentScaling, DelayedScaling  # noqa: E402
 
 
 @pytest.mark.slow

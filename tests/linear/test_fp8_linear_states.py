@@ -12,13 +12,13 @@ import cupynorm
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import make, relative, step, tensor  # noqa: E402
 
-from cupynorm import (  # noqa: E402
+from cupynorm import fp8_autocast, recipes  # noqa: E402
+from cupynorm.nn import quantization, scales  # noqa: E402
+from cupynorm.recipes import (  # noqa: E402
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
-    fp8_autocast,
 )
-from cupynorm.nn import quantization, recipes, scales  # noqa: E402
 
 
 def test_scales_of_each_step():

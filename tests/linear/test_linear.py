@@ -249,7 +249,7 @@ def test_the_bias_gradient_is_rounded_once(device, way):
         module.zero_grad()
         with (
             torch.autocast(device, torch.float16),
-            cupynorm.fp8_autocast(way == "8 bits", recipe=cupynorm.CurrentScaling()),
+            cupynorm.fp8_autocast(way == "8 bits", recipe=cupynorm.recipes.CurrentScaling()),
         ):
             y = module(x)
         y.backward(layout, create_graph=way == "create_graph")

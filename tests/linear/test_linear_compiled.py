@@ -54,6 +54,7 @@ def assert_near(got, expected, unit):
     np.testing.assert_allclose(got, expected, rtol=0, atol=unit * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved"))
 def test_autocast_inside_and_outside_a_compiled_function(way):
     torch._dynamo.reset()
@@ -77,6 +78,7 @@ def test_autocast_inside_and_outside_a_compiled_function(way):
             assert_near(value, eager[name], 4 * 2.0**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", ({}, {"parameters_split": SPLIT}, {"return_bias": True}), ids=str
 )
@@ -115,7 +117,8 @@ def test_a_layer_with_delayed_gradients_breaks_the_graph():
     torch._dynamo.reset()
     x = torch.arange(96.0).reshape(4, 24).sin()
     for options, recipe in (
-        ({"delay_wgrad_compute": True}, recipe) for recipe in (None, cupynorm.CurrentScaling())
+        ({"delay_wgrad_compute": True}, recipe)
+        for recipe in (None, cupynorm.recipes.CurrentScaling())
     ):
         module = LayerNormLinear(24, 16, **options, **CPU)
         compiled = torch.compile(module, backend="aot_eager")

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from cuda_graphs import side_stream  # noqa: E402
 from fp8_linear_cases import RECIPES, make  # noqa: E402
 
-from cupynorm import BlockScaling, CurrentScaling, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
+from cupynorm import LayerNormLinear, Linear, fp8_autocast  # noqa: E402
+from cupynorm.recipes import BlockScaling, CurrentScaling  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 PLACE = {"device": "cuda", "dtype": torch.bfloat16}

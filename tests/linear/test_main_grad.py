@@ -235,7 +235,7 @@ LAYERS = (
 
 
 @pytest.mark.parametrize("fuse, delay", ((True, False), (False, True), (True, True)))
-@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("recipe", (None, cupynorm.recipes.CurrentScaling()), ids=str)
 @pytest.mark.parametrize("kind, options", LAYERS)
 def test_each_layer_has_the_gradients_of_a_plain_one(kind, options, recipe, fuse, delay):
     """Accumulated over two microbatches. Sums in float32, in another order."""
@@ -298,7 +298,7 @@ def test_a_tensor_written_before_backward_dw_is_refused(written):
 def test_a_backward_without_a_gradient_of_y_counts_for_backward_dw():
     module = LayerNormLinear(24, 16, delay_wgrad_compute=True, return_layernorm_output=True, **CPU)
     x = torch.randn(3, 24)
-    for recipe in (None, cupynorm.CurrentScaling()):
+    for recipe in (None, cupynorm.recipes.CurrentScaling()):
         with cupynorm.fp8_autocast(recipe is not None, recipe):
             normalized = module(x)[1]
         normalized.square().sum().backward()
@@ -306,7 +306,7 @@ def test_a_backward_without_a_gradient_of_y_counts_for_backward_dw():
         assert module.weight.grad is None and not module._gradients.queue
 
 
-@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("recipe", (None, cupynorm.recipes.CurrentScaling()), ids=str)
 @pytest.mark.parametrize("return_bias", (False, True))
 def test_splits_in_autocast_of_the_other_16_bit_dtype(return_bias, recipe):
     """torch's cat fails for float16 inside autocast of bfloat16."""
@@ -337,7 +337,7 @@ def test_a_delayed_8_bit_weight_gradient_frees_the_input():
     layer = LayerNormLinear(64, 32, delay_wgrad_compute=True, **CPU)
     x = torch.ones(1000, 64) + 0
     address = x.data_ptr()
-    with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+    with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
         y = layer(x)
     del x
     y.sum().backward()
@@ -346,7 +346,7 @@ def test_a_delayed_8_bit_weight_gradient_frees_the_input():
     assert not any(each.data_ptr() == address for each in held)
 
 
-@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("recipe", (None, cupynorm.recipes.CurrentScaling()), ids=str)
 def test_each_backward_has_its_backward_dw_where_only_a_returned_bias_is_trained(recipe):
     module = LayerNormLinear(32, 16, return_bias=True, delay_wgrad_compute=True, **CPU)
     module.weight.requires_grad_(False)
@@ -365,7 +365,7 @@ def test_create_graph_is_refused_for_delayed_gradients():
 
 
 @pytest.mark.parametrize("delay", (False, True))
-@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("recipe", (None, cupynorm.recipes.CurrentScaling()), ids=str)
 @pytest.mark.parametrize("layer", (LayerNormLinear, cupynorm.Linear))
 def test_a_backward_of_the_input_alone_leaves_no_weight_gradient(layer, recipe, delay):
     """As adversarial training and saliency maps take it, before a step."""

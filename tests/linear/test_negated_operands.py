@@ -76,7 +76,7 @@ def test_layers_in_8_bits(device, kind):
 
     def call(x):
         x = x.detach().requires_grad_()
-        with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
             y = layer(x)
         return y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))
 

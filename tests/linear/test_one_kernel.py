@@ -13,7 +13,6 @@ from linear_bounds import assert_right, draw
 import cupynorm
 from cupynorm.dispatch import product_plan
 from cupynorm.dispatch.devices import DEVICES
-from cupynorm.verify.activations import read
 
 torch = pytest.importorskip("torch")
 
@@ -401,10 +400,10 @@ def rows_of(kind, num_cols):
 
 def real_layer():
     """x, norm_weight and norm_bias of a pretrained encoder, in float32, and their eps."""
-    layer = list(read(Path(__file__).parents[1] / "data" / "minilm_layer_norms.npz"))[0]
-    rows = np.resize(layer.x, (ROWS, layer.x.shape[1]))
+    layers = np.load(Path(__file__).parents[1] / "data" / "minilm_layer_norms.npz")
+    x, weight, bias, eps = (layers[f"embeddings/{name}"] for name in ("x", "weight", "bias", "eps"))
     on_gpu = partial(torch.tensor, dtype=torch.float32, device="cuda")
-    return *map(on_gpu, (rows, layer.weight, layer.bias)), layer.eps
+    return *map(on_gpu, (np.resize(x, (ROWS, x.shape[1])), weight, bias)), float(eps)
 
 
 @pytest.mark.gpu

@@ -10,13 +10,12 @@ from fp8_linear_cases import NAME, assert_product, values  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import cupynorm  # noqa: E402
-from cupynorm import (  # noqa: E402
+from cupynorm import Linear, fp8_autocast  # noqa: E402
+from cupynorm.recipes import (  # noqa: E402
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Format,
-    Linear,
-    fp8_autocast,
 )
 
 RECIPES = (

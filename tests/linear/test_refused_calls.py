@@ -8,12 +8,12 @@ torch = pytest.importorskip("torch")
 from linear_cases import CPU  # noqa: E402
 
 from cupynorm import (  # noqa: E402
-    DelayedScaling,
     LayerNormLinear,
     Linear,
     fp8_autocast,
 )
 from cupynorm.nn import scales  # noqa: E402
+from cupynorm.recipes import DelayedScaling  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=3)
 BOTH = pytest.mark.parametrize("kind", [Linear, LayerNormLinear])

@@ -15,7 +15,8 @@ checkpoint = pytest.importorskip("torch.distributed.checkpoint")
 state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from cupynorm import DelayedScaling, LayerNorm, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
+from cupynorm import LayerNorm, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
+from cupynorm.recipes import DelayedScaling  # noqa: E402
 
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 ATTRIBUTES = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")

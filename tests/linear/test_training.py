@@ -14,12 +14,14 @@ from torch.utils.checkpoint import (  # noqa: E402
 )
 
 from cupynorm import (  # noqa: E402
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
     LayerNorm,
     fp8_autocast,
     fp8_checkpoint_contexts,
+)
+from cupynorm.recipes import (  # noqa: E402
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
 )
 
 RECIPES = (None, DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling())

@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch")
 from norm_calls import assert_few_roundings  # noqa: E402
 
 import cupynorm  # noqa: E402
-from cupynorm import CurrentScaling, LayerNormLinear, Linear, fp8_autocast  # noqa: E402
+from cupynorm import LayerNormLinear, Linear, fp8_autocast  # noqa: E402
 from cupynorm.linear import layer_norm_linear, layers  # noqa: E402
 from cupynorm.nn import autograd, modes  # noqa: E402
+from cupynorm.recipes import CurrentScaling  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from cupynorm import LayerNorm, LayerNormLinear, Linear, RMSNorm, fp8_autocast  
 from cupynorm.nn.modes import learns_shapes  # noqa: E402
 
 WIDTH = 32
-DELAYED = cupynorm.DelayedScaling()
+DELAYED = cupynorm.recipes.DelayedScaling()
 
 
 class ResidualNorm(LayerNorm):
@@ -175,7 +175,7 @@ def replica_of(module):
 
 def test_replicas_of_data_parallel():
     x = random(6, WIDTH)
-    for recipe in (None, cupynorm.BlockScaling()):
+    for recipe in (None, cupynorm.recipes.BlockScaling()):
         made = []
         for copies in (lambda module: [module], lambda module: [replica_of(module)] * 2):
             module = make("norm", "layer")

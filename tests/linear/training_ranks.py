@@ -26,12 +26,12 @@ from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from training_cases import CHECKS, DEVICE, check, full, gathered, make_layers, random
 
 from cupynorm import (
-    DelayedScaling,
     LayerNorm,
     LayerNormLinear,
     Linear,
     fp8_autocast,
 )
+from cupynorm.recipes import DelayedScaling
 
 
 class Checkpointed(torch.nn.Module):

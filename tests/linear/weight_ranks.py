@@ -13,12 +13,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from training_cases import DEVICE, check, make_layers, random
 
 from cupynorm import (
-    CurrentScaling,
-    DelayedScaling,
     LayerNormLinear,
     Linear,
     fp8_autocast,
 )
+from cupynorm.recipes import CurrentScaling, DelayedScaling
 
 
 @check

@@ -82,6 +82,7 @@ def forgets_graphs():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", ["GPT-2", "BERT"])
 def test_a_compiled_model_has_the_graphs_of_the_model_before(name, training):
@@ -91,6 +92,7 @@ def test_a_compiled_model_has_the_graphs_of_the_model_before(name, training):
     assert len(expected) == 1 + training and "native_layer_norm" in expected[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Llama of Hugging Face"])
 def test_a_compiled_model_of_rms_norms_has_no_operator_of_ours(name):
     _, swapped, *batch = two_of(name)

@@ -53,6 +53,7 @@ def compile_anew():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_for_any_number_of_rows_without_a_graph_break(compile_anew, backend):
     compiled = compile_anew(block, dynamic=True, backend=backend)
@@ -67,6 +68,7 @@ def test_compiled_for_any_number_of_rows_without_a_graph_break(compile_anew, bac
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_compiled_results_are_near_the_eager_ones(compile_anew, dtype):
     compiled = compile_anew(block, backend="aot_eager")

@@ -10,7 +10,8 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 
-from cupynorm import DelayedScaling, fp8_autocast  # noqa: E402
+from cupynorm import fp8_autocast  # noqa: E402
+from cupynorm.recipes import DelayedScaling  # noqa: E402
 
 DTYPES = (torch.float64, torch.bfloat16)
 

@@ -47,6 +47,7 @@ def test_derivatives_over_several_dimensions_and_of_one_row(norm_name):
         assert torch.autograd.gradgradcheck(ours(norm_name, extents), tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_derivatives_in_batches_and_in_forward_mode(norm_name):
     call, tensors = ours(norm_name), leaves((2, 3, 5), (5,), (5,))

@@ -11,7 +11,8 @@ from cupynorm.reference import fp8 as reference
 torch = pytest.importorskip("torch")
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import quantization, recipes  # noqa: E402
+from cupynorm import recipes  # noqa: E402
+from cupynorm.nn import quantization  # noqa: E402
 
 NAMES = {"float8_e4m3fn": recipes.E4M3, "float8_e5m2": recipes.E5M2}
 

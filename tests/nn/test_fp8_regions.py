@@ -11,7 +11,7 @@ import cupynorm
 torch = pytest.importorskip("torch")
 
 from cupynorm.nn import scales  # noqa: E402
-from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling  # noqa: E402
+from cupynorm.recipes import BlockScaling, CurrentScaling, DelayedScaling  # noqa: E402
 
 
 def test_regions_may_end_out_of_order():

@@ -81,6 +81,7 @@ def test_some_gradients_of_low_precision():
     torch.testing.assert_close(gate.grad.double(), right, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [sums, rotated])
 def test_second_derivatives(call):
     """By the functors' texts of torch."""
@@ -156,6 +157,7 @@ NOISY = cupynorm.functor(
 )
 
 
+@pytest.mark.slow
 def test_seeds_and_an_input_that_backward_does_not_read():
     """A drawn seed is that of backward, and of rows the sum alone is kept."""
     x, residual, scale = draw(3, 2, 8), draw(3, 2, 8), draw(3, 2, requires_grad=False)

@@ -64,6 +64,7 @@ def test_a_module_passes_on_its_launch(ours, theirs, memory_efficient, kernels, 
     assert [part.launch for part in parts if hasattr(part, "launch")] == [launch]
 
 
+@pytest.mark.slow
 def test_a_launch_for_the_cpu_warns_once():
     code = """
 import warnings, numpy as np, torch, cupynorm

@@ -13,12 +13,12 @@ torch = pytest.importorskip("torch")
 
 from fp8_modules import BOTH, make, random, raw  # noqa: E402
 
-from cupynorm import (  # noqa: E402
+from cupynorm import fp8_autocast  # noqa: E402
+from cupynorm.recipes import (  # noqa: E402
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Format,
-    fp8_autocast,
 )
 
 E4M3 = "float8_e4m3fn"
@@ -77,7 +77,7 @@ def test_bytes_and_scales_of_two_steps(recipe, kind, anywhere):
         y = exact_y(module, x)
         truth = of_recipe(y, recipe, scale)
         assert (
-            isinstance(made, cupynorm.QuantizedTensor)
+            isinstance(made, cupynorm.types.QuantizedTensor)
             and made.format == E4M3
             and made.dtype == torch.bfloat16
         )

@@ -18,13 +18,17 @@ from cuda_graphs import side_stream  # noqa: E402
 from fp8_modules import make, random, raw  # noqa: E402
 
 from cupynorm import (  # noqa: E402
+    fp8_autocast,
+    recipes,
+    # noqa: E402,
+)
+from cupynorm.nn import scales  # noqa: E402
+from cupynorm.recipes import (  # noqa: E402
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Format,
-    fp8_autocast,
 )
-from cupynorm.nn import recipes, scales  # noqa: E402
 
 
 def stepped(kind="LayerNorm", length=4, **options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cupynorm
-from cupynorm import BlockScaling, CurrentScaling, DelayedScaling
+from cupynorm.recipes import BlockScaling, CurrentScaling, DelayedScaling
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")

@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import private, quantization, recipes  # noqa: E402
+from cupynorm import recipes  # noqa: E402
+from cupynorm.nn import private, quantization  # noqa: E402
 from cupynorm.nn.quantization import Factor  # noqa: E402
 
 

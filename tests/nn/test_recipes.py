@@ -16,9 +16,10 @@ import cupynorm
 torch = pytest.importorskip("torch")
 from norm_calls import DEVICES  # noqa: E402
 
-from cupynorm.nn import quantization, recipes, scales  # noqa: E402
-from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
+from cupynorm import recipes  # noqa: E402
+from cupynorm.nn import quantization, scales  # noqa: E402
 from cupynorm.nn.scales import Scales  # noqa: E402
+from cupynorm.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
 
 
 def record(scales, at, x):
@@ -26,6 +27,7 @@ def record(scales, at, x):
     quantization.quantize(x.reshape(1, -1), scales.scale[at], recipes.E4M3, amax=scales.amax(at))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ("max", "most_recent"))
 @pytest.mark.parametrize("length, margin", ((1, 0), (2, 1), (4, 0), (16, 3), (300, -2), (1024, 0)))
 @pytest.mark.parametrize("device", (*DEVICES, "kernels"))

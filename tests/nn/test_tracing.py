@@ -105,7 +105,7 @@ def test_what_is_recorded_may_be_written_in_place(record, region):
     for in_place in (False, True):
         model = torch.nn.Sequential(layer, torch.nn.ReLU(in_place))
         x = random_input(2, 3, 16).requires_grad_()
-        with cupynorm.fp8_autocast(region, cupynorm.CurrentScaling()):
+        with cupynorm.fp8_autocast(region, cupynorm.recipes.CurrentScaling()):
             y = record(model, x.detach())(x) if in_place else model(x)
         y.square().sum().backward()
         made.append((y.detach(), x.grad))

@@ -61,12 +61,12 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         weight,
         zero_centered_weight=case.zero_centered_weight,
         dsum=None if problem.dsum is None else put(problem.dsum, case.sum),
-        gradients=cupynorm.FusedBackward._fields,
+        gradients=cupynorm.types.FusedBackward._fields,
         dbias_dtype=case.dtype("bias"),
         dx_dtype=case.x,
         dresidual_dtype=case.added,
     )
-    assert isinstance(backward, cupynorm.FusedBackward)
+    assert isinstance(backward, cupynorm.types.FusedBackward)
     results = forward._asdict() | backward._asdict()
     assert results.pop("functors") == ()
     results = {name: get(value) for name, value in results.items() if value is not None}
@@ -80,6 +80,7 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     assert_right(problem, results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_sum_has_the_dtype_of_the_residual(dtype, residual_dtype, device):

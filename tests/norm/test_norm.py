@@ -165,7 +165,7 @@ def test_only_the_wanted_gradients_are_returned(name):
     x, dy, weight = (lib.put(getattr(problem, key), "float32") for key in ("x", "dy", "weight"))
     forward = cupynorm.layer_norm_forward(x, 40, weight)
     everything = cupynorm.layer_norm_backward(dy, x, 40, forward.mean, forward.rstd, weight)
-    names = cupynorm.Backward._fields
+    names = cupynorm.types.Backward._fields
     for number in range(8):
         wanted = [key for bit, key in enumerate(names) if number >> bit & 1]
         for given in (wanted, tuple(wanted), iter(wanted)):

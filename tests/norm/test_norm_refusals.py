@@ -97,7 +97,7 @@ LAUNCHES = [
     ),
     (
         ValueError,
-        "statistics is 'one_pass'; expected one of two_pass, welford",
+        "statistics is 'one_pass'; expected 'two_pass', 'welford' or None",
         {"statistics": "one_pass"},
     ),
     (

@@ -94,6 +94,7 @@ def test_a_run_that_fails_leaves_the_others(monkeypatch, capsys):
     assert "DiT-L/2, 1 block, training: cupynorm failed: RuntimeError: no kernel\n" in out
 
 
+@pytest.mark.slow
 def test_compiled_runs_are_compiled(capsys):
     compiled = ("torch-compiled", "cupynorm-compiled")
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -14,13 +14,12 @@ import torch
 from start_ranks import Checks, main
 from torch import distributed
 
-from cupynorm import (
+from cupynorm import LayerNormLinear, fp8_autocast
+from cupynorm.recipes import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Format,
-    LayerNormLinear,
-    fp8_autocast,
 )
 
 CHECKS = Checks()

@@ -111,7 +111,7 @@ def what_is_refused(rank):
         with pytest.raises(error, match=sentence):
             call()
 
-    with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+    with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
         sentence = "a DTensor was given to a linear layer inside fp8_autocast"
         refused(NotImplementedError, sentence, lambda: layer(x.float()))
     sentence = "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with tensors"

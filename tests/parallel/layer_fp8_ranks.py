@@ -29,14 +29,14 @@ from torch import distributed
 from torch.nn import functional
 
 import cupynorm
-from cupynorm import (
+from cupynorm import fp8_autocast
+from cupynorm.linear.products import Products
+from cupynorm.nn import quantization
+from cupynorm.recipes import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
-    fp8_autocast,
 )
-from cupynorm.linear.products import Products
-from cupynorm.nn import quantization
 
 RECIPES = {
     "DelayedScaling": DelayedScaling(amax_history_len=2),
@@ -157,7 +157,7 @@ def inputs_in_8_bits(case, rank):
     layer = make_layer(case, problem, own)
     narrow = torch.randn(4, WIDTH, layer.in_features, device=DEVICE).to(torch.float8_e4m3fn)
     one = torch.ones(1, device=DEVICE)
-    given = cupynorm.QuantizedTensor(narrow, one, torch.float32)
+    given = cupynorm.types.QuantizedTensor(narrow, one, torch.float32)
     assert layer(given).shape == layer(narrow.float()).shape
 
 

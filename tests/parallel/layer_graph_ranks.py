@@ -22,7 +22,8 @@ from layer_cases import (
 )
 from torch import distributed
 
-from cupynorm import CurrentScaling, DelayedScaling, fp8_autocast
+from cupynorm import fp8_autocast
+from cupynorm.recipes import CurrentScaling, DelayedScaling
 
 ON_GPU = DEVICE == "cuda"
 RECIPES = {

@@ -25,8 +25,9 @@ from layer_cases import (
 from torch import distributed
 from torch.distributed import checkpoint as checkpoint_files
 
-from cupynorm import DelayedScaling, LayerNormLinear, fp8_autocast
+from cupynorm import LayerNormLinear, fp8_autocast
 from cupynorm.parallel.checkpoints import distributed_state_dict, load_distributed_state_dict
+from cupynorm.recipes import DelayedScaling
 
 
 @check

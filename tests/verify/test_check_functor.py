@@ -37,7 +37,7 @@ def test_every_shipped_functor_is_checked():
     found = {
         name
         for name, each in vars(functors).items()
-        if isinstance(each, cupynorm.Functor) or name == "dropout"
+        if isinstance(each, cupynorm.types.Functor) or name == "dropout"
     }
     assert found - {"_drop"} == set(SHIPPED)
 
@@ -52,7 +52,7 @@ def test_shipped_functors(name, on):
     result = cupynorm.check_functor(given, norm=norm, shapes=[(3, 40)], on=on)
     assert result.ok, f"\n{result}"
     tensors = {found.tensor for found in result.findings}
-    names = functor.arrays if isinstance(functor, cupynorm.Functor) else ()
+    names = functor.arrays if isinstance(functor, cupynorm.types.Functor) else ()
     assert {"y", "dx", *(f"d{array}" for array in names)} <= tensors
 
 

@@ -314,7 +314,7 @@ def test_a_wrong_kernel_is_named(file, old, new, words):
         got = run_kernels(problem, CpuMachine(folder=folder))
     except on_cpu.NoCompilerError as error:
         pytest.skip(str(error))
-    found = cupynorm.CheckResult(Trial(problem).judged(got)).diagnoses
+    found = cupynorm.types.CheckResult(Trial(problem).judged(got)).diagnoses
     assert any(_matches(words, sentence) for sentence in found), found
 
 

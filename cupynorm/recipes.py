@@ -1,5 +1,9 @@
 """torch: the recipes of cupynorm.fp8_autocast, which say where scales of 8-bit floats come from.
 
+Examples:
+    >>> cupynorm.recipes.BlockScaling().fp8_format.name
+    'E4M3'
+
 DelayedScaling   from the amaxes of earlier steps; this step's amax is recorded
 CurrentScaling   largest / amax of the tensor itself
 BlockScaling     the same for each 128 columns of a row, and for each 128 x 128 of a weight
@@ -17,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .options import shown
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
@@ -28,7 +34,7 @@ class Format(enum.Enum):
     """The 8-bit floats of forward and backward.
 
     Examples:
-        >>> cupynorm.Format.HYBRID.value
+        >>> cupynorm.recipes.Format.HYBRID.value
         (torch.float8_e4m3fn, torch.float8_e5m2)
 
     E4M3: float8_e4m3fn in both. HYBRID: float8_e4m3fn in forward, float8_e5m2 for gradients.
@@ -42,7 +48,7 @@ def _check(
     recipe: Any, name: str, is_right: bool, expected: str, error: type[Exception] = TypeError
 ) -> None:
     if not is_right:
-        raise error(f"{name} is {getattr(recipe, name)!r}; expected {expected}")
+        raise error(f"{name} is {shown(getattr(recipe, name))}; expected {expected}")
 
 
 def _check_format(recipe: Any) -> None:
@@ -62,8 +68,9 @@ class DelayedScaling:
 
     Examples:
         >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]], requires_grad=True)
+        >>> recipe = cupynorm.recipes.DelayedScaling(amax_history_len=16)
         >>> for step in range(2):
-        ...     with cupynorm.fp8_autocast(recipe=cupynorm.DelayedScaling(amax_history_len=16)):
+        ...     with cupynorm.fp8_autocast(recipe=recipe):
         ...         y = norm(x, fp8_output=True)
         ...     print(round(1 / y.scale_inv.item(), 1))
         1.0
@@ -112,7 +119,7 @@ class DelayedScaling:
         is_int = isinstance(length, numbers.Integral) and not isinstance(length, bool)
         _check(self, "amax_history_len", is_int, "an int, 1 or more")
         _check(self, "amax_history_len", length >= 1, "1 or more", ValueError)
-        is_algo = callable(of_amax) or of_amax in ("max", "most_recent")
+        is_algo = callable(of_amax) or str(of_amax) in ("max", "most_recent")
         _check(self, "amax_compute_algo", is_algo, "'max', 'most_recent' or a callable", ValueError)
         _check(self, "reduce_amax", isinstance(self.reduce_amax, bool), "True or False")
         is_formula = of_scale is None or callable(of_scale)
@@ -125,7 +132,7 @@ class CurrentScaling:
 
     Examples:
         >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]])
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling(power_of_two=True)):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling(power_of_two=True)):
         ...     y = norm(x, fp8_output=True)
         >>> 1 / y.scale_inv.item()
         256.0
@@ -157,7 +164,7 @@ class BlockScaling:
 
     Examples:
         >>> norm, x = cupynorm.RMSNorm(256), torch.ones(4, 256)
-        >>> with cupynorm.fp8_autocast(recipe=cupynorm.BlockScaling()):
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.recipes.BlockScaling()):
         ...     y = norm(x, fp8_output=True)
         >>> tuple(y.scale_inv.shape)
         (4, 2)
