@@ -411,6 +411,7 @@ def _draw(
     return decode(encode(values, dtype), dtype)
 
 
+@np.errstate(all="ignore")
 def judge_functor(
     functor_problem: FunctorProblem,
     results: Mapping[str, np.ndarray],
