@@ -407,48 +407,34 @@ def struct_name(functor: Functor, backward: bool, position: int = 0) -> str:
 @cache
 def struct_text(functor: Functor, backward: bool = False, position: int = 0) -> str:
     """The struct template of a functor's lines: what functor.cuh calls `apply`."""
-    role, arrays, numbers = functor.role, functor.arrays, functor.numbers
-    value = ROLES[role]
+    value, arrays, numbers = ROLES[functor.role], functor.arrays, functor.numbers
     indices = range(len(arrays))
     types = ["class C", *(f"class Array{at}" for at in indices)]
     members = [f"Array{at} array{at}" for at in indices]
     members += [f"const long long* seed{at}" for at in range(len(functor.seeds))]
     members += [f"double number{at}" for at in range(len(numbers))]
     members.append("long long all_cols")
-    others = ["class At"]
-    takes = [f"C {value}" if backward else f"C& {value}"]
-    gives = ["values[at]"]
+    # What the lines take, and what they are given.
+    pairs = [(f"C {value}" if backward else f"C& {value}", "values[at]")]
+    pairs += [(f"C& d{value}", "gradients[at]")] * backward
+    for at, name in enumerate(arrays):
+        pairs.append((f"C {name}", f"read{at}[at]"))
+        pairs += [(f"C& d{name}", f"made{at}[at]")] * backward
+    pairs += [(f"const long long {name}", f"*seed{at}") for at, name in enumerate(functor.seeds)]
+    pairs += [(f"const C {name}", f"static_cast<C>(number{at})") for at, name in enumerate(numbers)]
+    pairs += [("const long long row", "row"), ("const long long col", "(col & -pack_size) | at")]
+    pairs += [("const long long num_cols", "all_cols"), (f"const At& {value}_at", "other")]
+    others, arguments = ["class At"], ["long long row", "long long col"]
+    arguments.append("const " * backward + "C (&values)[pack_size]")
+    arguments += ["C (&gradients)[pack_size]"] * backward + ["const At& other"]
     if backward:
         types += [f"class Gradient{at}" for at in indices]
         members += [f"Gradient{at}* gradient{at}" for at in indices]
         others.append("class GradientAt")
-        takes.append(f"C& d{value}")
-        gives.append("gradients[at]")
-    for at, name in enumerate(arrays):
-        takes.append(f"C {name}")
-        gives.append(f"read{at}[at]")
-        if backward:
-            takes.append(f"C& d{name}")
-            gives.append(f"made{at}[at]")
-    for at, name in enumerate(functor.seeds):
-        takes.append(f"const long long {name}")
-        gives.append(f"*seed{at}")
-    for at, name in enumerate(numbers):
-        takes.append(f"const C {name}")
-        gives.append(f"static_cast<C>(number{at})")
-    takes += ["const long long row", "const long long col", "const long long num_cols"]
-    gives += ["row", "(col & -pack_size) | at", "all_cols"]
-    takes.append(f"const At& {value}_at")
-    gives.append("other")
-    arguments = ["long long row", "long long col", "C (&values)[pack_size]"]
-    if backward:
-        has_other = role == "store"
-        takes.append("const GradientAt&" + f" d{value}_at" * has_other)
-        gives.append("other_gradient")
-        arguments[-1] = "const C (&values)[pack_size]"
-        arguments.append("C (&gradients)[pack_size]")
-    arguments.append("const At& other")
-    arguments += ["const GradientAt& other_gradient"] * backward
+        at_other = f" d{value}_at" * (functor.role == "store")
+        pairs.append((f"const GradientAt&{at_other}", "other_gradient"))
+        arguments.append("const GradientAt& other_gradient")
+    takes, gives = zip(*pairs)
     origin = (functor.origin or functor.name) + ", backward" * backward
     origin = origin.replace("\\", "\\\\").replace('"', '\\"')
     reads = [

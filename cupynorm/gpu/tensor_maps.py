@@ -61,10 +61,3 @@ def tensor_map(
             f"of {dtype} at {address:#x}, rows {row_bytes} bytes apart"
         )
     return tuple((ctypes.c_int64 * _NUM_WORDS).from_address(start))
-
-
-def map_on_cpu(
-    address: int, num_rows: int, num_cols: int, row_bytes: int, tile: tuple[int, int]
-) -> tuple[int, ...]:
-    """The same for kernels on the CPU (cuda_src/on_cpu/product_calls.h), of 2-byte elements."""
-    return (address, num_cols, num_rows, row_bytes, tile[1], tile[0], *[0] * 10)

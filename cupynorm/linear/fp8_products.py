@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import modes, quantization, scales
-from ..nn.modes import name_of
 from ..nn.quantization import Factor
 from ..nn.scales import Scales
 from ..norm.quantized import QuantizedTensor
@@ -114,16 +113,8 @@ class Quantizers:
     ) -> tuple[Quantization, Tensor | None, Tensor | None]:
         """How the norm's kernel quantises the normalised tensor, and its scale and amax if they are
         given; not for scales of blocks."""
-        quantization = Quantization(name_of(self.dtype("input")), transpose=transpose)
-        delayed, recipe = self.delayed("input"), self.recipe
-        if delayed is not None:
-            return quantization, *delayed
-        quantization = quantization._replace(
-            scaling="tensor",
-            power_of_two=recipe.power_of_two,
-            smallest_amax=recipe.amax_epsilon,
-        )
-        return quantization, None, None
+        how = quantization.quantization_of(self.recipe, transpose=transpose)
+        return how, *(self.delayed("input") or (None, None))
 
     def quantize(self, name: str, x: Tensor, *, transpose: bool = False) -> QuantizedTensor:
         """A matrix in 8-bit floats. Its amax is recorded where the step is."""

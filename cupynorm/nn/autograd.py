@@ -205,22 +205,19 @@ class Repeated:
         self.run = launches.repeating(guards.check)
 
 
-def repeated_of(prepared: Any, operands: tuple) -> Repeated | None:
-    """What repeats a call that kernels compute. None: a tensor is copied, or not aligned to 16
-    bytes, or more is done than to launch."""
-    launches = prepared if isinstance(prepared, Prepared) else getattr(prepared, "on_gpu", None)
+def is_repeatable(launches: Prepared | None, operands: tuple) -> bool:
+    """Whether a call only allocates and launches, and reads tensors aligned to 16 bytes."""
     if launches is None or not launches.is_simple():
-        return None
+        return False
     tensors = launches.read(operands)
-    if any(each is None or each.data_ptr() & 15 for each in tensors):
-        return None
-    return Repeated(prepared, launches, operands)
+    return all(each is not None and not each.data_ptr() & 15 for each in tensors)
 
 
 def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
     """Keeps a call as the last one of its kind, if it can be repeated."""
-    if kind is not None and (found := repeated_of(prepared, operands)) is not None:
-        keep(calls, kind, found)
+    launches = prepared if isinstance(prepared, Prepared) else getattr(prepared, "on_gpu", None)
+    if kind is not None and is_repeatable(launches, operands):
+        keep(calls, kind, Repeated(prepared, launches, operands))
 
 
 # Eager.

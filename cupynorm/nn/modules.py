@@ -27,13 +27,13 @@ from ..norm.request import (
     ForwardOptions,
     ForwardRequest,
     Launch,
-    Quantization,
     checked_launch,
 )
 from ..options import check_flags, check_int
-from ..recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
+from ..recipes import E4M3, DelayedScaling
 from . import autograd, by_torch, scales
-from .modes import check_placement, is_recorded, is_transformed, name_of, run_untraced
+from .modes import check_placement, is_recorded, is_transformed, run_untraced
+from .quantization import quantization_of
 from .scales import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
@@ -202,7 +202,7 @@ class Norm(scales.KeepsScales):
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
         transpose = torch.is_grad_enabled() and not is_sharded
-        quantization = _quantization_of(recipe, transpose)
+        quantization = quantization_of(recipe, transpose=transpose)
         norm_operands = ForwardOperands(
             input,
             self._parameter("weight"),
@@ -383,14 +383,3 @@ def _checked(
     check_eps(eps, "float32", has_default=not centered)
     check_placement(device, dtype)
     return tuple(check_int("normalized_shape", extent) for extent in extents_of(shape))
-
-
-def _quantization_of(recipe: Recipe, transpose: bool) -> Quantization:
-    """How a recipe quantises y. transpose: also make the transposed copy, where y has one scale."""
-    dtype = name_of(recipe.fp8_format.value[0])
-    if isinstance(recipe, DelayedScaling):
-        return Quantization(dtype, transpose=transpose)
-    if isinstance(recipe, CurrentScaling):
-        power_of_two, smallest_amax = recipe.power_of_two, recipe.amax_epsilon
-        return Quantization(dtype, "tensor", power_of_two, transpose, smallest_amax)
-    return Quantization(dtype, "block", recipe.power_of_two)

@@ -33,14 +33,7 @@ from ..options import check_flags
 from . import kernels
 from .bounds import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
-from .check import (
-    check_dtypes,
-    check_launches,
-    check_norms,
-    check_seed,
-    check_shapes,
-    in_words,
-)
+from .check import check_dtypes, check_launches, check_norms, check_seed, check_shapes, in_words
 from .check_function import without_exit
 from .diagnosis import UNKNOWN, Candidate, Diagnosis, Judged, best_of, described
 from .kernels import Machine, Tensors, run_backward, run_forward, uses_welford
@@ -413,9 +406,7 @@ def _draw(
 
 @np.errstate(all="ignore")
 def judge_functor(
-    functor_problem: FunctorProblem,
-    results: Mapping[str, np.ndarray],
-    where: Machine,
+    functor_problem: FunctorProblem, results: Mapping[str, np.ndarray], where: Machine
 ) -> list[Finding]:
     """The worst element of each result. A tensor that is off has a diagnosis."""
     case = functor_problem.problem.case

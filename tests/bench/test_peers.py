@@ -16,8 +16,7 @@ import torch
 
 from cupynorm.bench import peers
 from cupynorm.bench.cells import EPS, FORMATS, Cell, LinearCell
-from cupynorm.bench.peers import PEERS, Peer, missing, prepare
-from cupynorm.bench.truth import tensors_of
+from cupynorm.bench.peers import PEERS, Peer, missing, prepare, tensors_of
 
 functional = torch.nn.functional
 NORMS = ("layer_norm", "rms_norm")
