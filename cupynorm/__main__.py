@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in (*COMMANDS, "-h", "--help", "--version"):
-        if words and words[0].isidentifier() and not os.path.exists(words[0]):
+        if words and words[0].isidentifier():
             found = f"{words[0]!r} is no command"
             if words[0] in dir(sys.modules[__package__]):
                 found = f"cupynorm.{words[0]} is a name of Python and no command"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from .dispatch.functor_text import BoundFunctor, functor
+from .options import shown
 
 # y * silu(gate), the gated norm of Mamba 2. gate: as the input.
 silu_gate = functor(
@@ -250,6 +251,7 @@ def dropout(p: float, seed: Any = None) -> BoundFunctor:
     seed: an int, or an int64 array of one element on the input's device, which the kernel reads
         there. None: the input's library draws one on that device in each call (torch.randint,
         cupy.random, np.random), so torch.manual_seed and CUDA graphs work as with torch's dropout.
+        So torch.utils.checkpoint without preserve_rng_state draws another mask when it runs again.
 
     The mask is cupynorm.reference.dropout_mask, a function of the seed and of an element's row and
     column. It is the same on every device and is not stored: backward computes it again. A module
@@ -257,6 +259,6 @@ def dropout(p: float, seed: Any = None) -> BoundFunctor:
     Returns a functor for `fuse=`. Raises ValueError unless p is a number from 0 to 1.
     """
     if not isinstance(p, numbers.Real) or isinstance(p, bool) or not 0 <= p <= 1:
-        raise ValueError(f"p is {p!r}; expected a probability, from 0 to 1")
+        raise ValueError(f"p is {shown(p)}; expected a probability, from 0 to 1")
     high, low = divmod(round(p * 2**32), 2**16)
     return _drop(high, low, 1 / (1 - p) if p < 1 else 0.0, seed)

@@ -210,6 +210,8 @@ def test_the_shipped_functors_are_listed():
     listed = {row[0].strip("`"): row for row in rows(table)}
     assert listed.pop("dropout")[1:] == ["x", "0 with probability p, or x / (1 - p)", "p, seed"]
     assert listed.keys() == shipped.keys() - {"_drop"}
+    (members,) = re.findall(r"members: \[(.*)\]", (ROOT / "docs/reference/norms.md").read_text())
+    assert set(members.split(", ")) == {*listed, "dropout"}
     for name, (_, value, _, takes) in listed.items():
         own = shipped[name]
         assert {"load": "x", "store": "y"}[own.role] == value

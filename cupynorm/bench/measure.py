@@ -7,43 +7,54 @@ copy      a device-to-device copy that reads half of those bytes and writes the 
 time      of cupynorm.bench.timer: kernel time, with a cold L2 cache. Libraries take turns, so a
           drift of the clocks affects all
 correct   once for each cell and library: outputs are NaN before the call, and sampled rows are
-          compared with float64 (cupynorm.bench.truth)
+          compared with float64. The whole check is cupynorm.check; here a fast kernel that is
+          wrong must not win
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..dispatch.problem import cols_of_scale
+from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import launch, nvrtc
 from ..gpu.nvrtc import environment, has_gpu
 from ..nn import modules
 from ..nn.enable import enabled
 from ..plans import plan
+from ..verify.bounds import expect
+from ..verify.cases import Case, Problem
+from ..verify.results import judge
 from .cells import COPY, EPS, OURS, Cell, LinearCell, cells
 from .peers import (
     PEERS,
+    Tensors,
+    copy_of,
     first_line,
+    float64,
     inputs_of,
     missing,
     prepare,
     prepare_linear,
+    tensors_of,
     verify_linear,
     version,
 )
 from .report import BenchResult, Measurement
 from .timer import Runner, Timer, host_times, take_turns
-from .truth import Truth, copy_of, tensors_of, verify
 
 AnyCell = Cell | LinearCell
+_SAMPLED_ROWS = 64
+_SAMPLED_ELEMENTS = 2**18  # float64 on the host takes a tenth of a second for these
 
 
 def bench(
@@ -223,10 +234,103 @@ def host(
         for case, calls in timed.items():
             found[case] = host_times(calls, rounds, wait)
             with enabled():  # torch's module, on our kernels
-                found[case] |= host_times({"enabled": calls[f"nn.{name}"]}, rounds, wait)
+                found[case] |= host_times({"enabled": calls[f"nn.{kind}"]}, rounds, wait)
     return found
 
 
 def _both(call: Callable[[], torch.Tensor], dy: torch.Tensor) -> None:
     """A call and its backward; gradients are added to those of the leaves."""
     call().backward(dy)
+
+
+# Whether a library is right.
+
+
+class Truth:
+    """float64 results of sampled rows of a cell, and the judgement of a library's outputs."""
+
+    def __init__(self, cell: Cell, tensors: Tensors, seed: int) -> None:
+        """seed: of the choice of rows; the first and the last are always taken."""
+        self.cell, self.is_given = cell, tensors.scale is not None
+        count = max(1, min(_SAMPLED_ROWS, cell.num_rows, _SAMPLED_ELEMENTS // cell.num_cols))
+        drawn = np.random.default_rng(seed).choice(cell.num_rows, count, replace=False)
+        self.rows = np.unique([0, *drawn[2:], cell.num_rows - 1])
+        # A y of 8 bits is judged before it is rounded to them.
+        y = compute_dtype(cell.dtype).name if cell.scale else cell.y
+        bias = None if tensors.bias is None else cell.parameters
+        shape = (cell.norm, len(self.rows), cell.num_cols, cell.dtype)
+        case = Case(*shape, y, cell.parameters, bias, residual=cell.residual, eps=EPS)
+        x = self._sampled(tensors.x)
+        # A forward has no dy: its gradients are ignored.
+        dy = np.zeros_like(x) if tensors.dy is None else self._sampled(tensors.dy)
+        weight, bias = float64(tensors.weight), float64(tensors.bias)
+        self.dsum = self._sampled(tensors.dsum)
+        self.problem = Problem(case, x, dy, weight, bias, self._sampled(tensors.residual))
+        self.expected = cache(lambda rounded: expect(self.problem, rounded_mean=rounded))
+
+    def _sampled(self, tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else float64(tensor[torch.from_numpy(self.rows)])
+
+    def judge(self, outputs: Mapping[str, Any], *, rounded_mean: bool) -> tuple[float, str | None]:
+        """(largest error in units of what is allowed, a sentence about what is wrong or None).
+
+        rounded_mean: whether the library subtracts a mean that is rounded to float32.
+        """
+        worst = 0.0
+        for name in [each for each in ("y", "sum", "dx") if each in outputs]:
+            dtype = self.cell.y if name == "y" else self.cell.dtype
+            if outputs[name].dtype != getattr(torch, dtype):
+                return np.nan, f"{name} is {outputs[name].dtype}; expected {dtype}"
+            expected, allowed = self.expected(rounded_mean)[name]
+            got = self._sampled(outputs[name])
+            if name == "y" and self.cell.scale:
+                got, factors, wrong = self._dequantized(got, outputs["scale_inv"])
+                if wrong:
+                    return np.nan, wrong
+                format = EIGHT_BITS[dtype]
+                of_y = (np.abs(expected) + allowed) * format.half_ulp
+                allowed = allowed + np.maximum(of_y, factors * (format.smallest / 2))
+            if name == "dx" and self.dsum is not None:
+                # A library may round dx before it adds dsum, and again after it.
+                of_roundings = (np.abs(expected) + np.abs(self.dsum)) * DTYPES[dtype].half_ulp
+                expected, allowed = expected + self.dsum, allowed + of_roundings
+            found = judge(self.cell, name, got, expected, allowed)
+            if not found.ok:
+                row, col = found.where
+                right = f"expected {found.expected:.6g} within {found.allowed:.2g}"
+                where = f"row {self.rows[row]}, col {col}"
+                error = np.inf if np.isnan(found.error) else found.error
+                return error, f"{name} is {found.got:.6g} at {where}; {right}"
+            worst = max(worst, found.error)
+        return worst, None
+
+    def _dequantized(self, data: np.ndarray, scales: Any) -> tuple[np.ndarray, Any, str | None]:
+        """Values of a y of 8 bits, the scale of each, and what is wrong with them or None."""
+        scale, num_cols = self.cell.scale, self.cell.num_cols
+        largest = EIGHT_BITS[self.cell.y].largest
+        cols = cols_of_scale(scale, num_cols)
+        factors = self._sampled(scales) if cols else float64(scales).reshape(1, 1)
+        factors = np.repeat(factors, cols or num_cols, axis=1)[:, :num_cols]
+        if factors.shape[1] < num_cols:
+            return data, 1, f"scale_inv has {scales.shape[-1]} scales of a row; expected more"
+        most = np.abs(data).max(axis=1).min()
+        if not self.is_given and scale != "tensor" and most < largest:
+            return data, 1, f"scale_inv makes {most:.6g} of a largest value; expected {largest}"
+        return data * factors, factors, None
+
+
+def verify(runner: Runner, truth: Truth, *, rounded_mean: bool) -> tuple[float, str | None]:
+    """Fills the outputs with NaN, runs once and judges, as Truth.judge does.
+
+    A library that allocates its outputs gets the same memory again from its allocator.
+    """
+
+    def run() -> dict[str, torch.Tensor]:
+        if runner.before:
+            runner.before()
+        return runner.outputs(runner.call())
+
+    for output in run().values():
+        output.detach().view(torch.uint8).fill_(0xFF)
+    output = None  # the allocator can only hand out memory that nobody holds
+    return truth.judge(run(), rounded_mean=rounded_mean)

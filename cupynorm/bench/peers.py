@@ -30,11 +30,78 @@ from ..norm.request import Launch, Quantize
 from ..parallel.module import LayerNormLinear
 from .cells import EPS, FORMATS, GEMM, OURS, Cell, LinearCell
 from .timer import Runner
-from .truth import Tensors, float64, normal_values
 
-_SAMPLED_ROWS = 16
+_SAMPLED_ROWS = 16  # of a linear layer
+_MOST_Y = 64.0  # room that a given scale leaves: y is 6 sigma of x_hat times 5 of weight at most
 # Of y relative to its norm: one rounding of each factor and of y; in fp8 what the tests allow.
 _ALLOWED = {"bfloat16": 2.0**-7, "fp8": 0.06}
+
+
+# The tensors of a cell.
+
+
+class Tensors(NamedTuple):
+    """A cell's tensors; None for those that it does not have.
+
+    x, dy, residual, dsum: [num_rows, num_cols]. weight, bias: [num_cols]. scale, amax: [1],
+    float32.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    dy: torch.Tensor | None = None
+    dsum: torch.Tensor | None = None
+
+
+def normal_values(seed: int, device: str) -> Callable[..., torch.Tensor]:
+    """normal(shape, dtype, center, spread): random values, fresh in each call."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(shape: Any, dtype: str, center: float = 0.0, spread: float = 1.0) -> torch.Tensor:
+        kind = getattr(torch, dtype)
+        values = torch.empty(shape, dtype=kind, device=device)
+        return values.normal_(center, spread, generator=generator)
+
+    return normal
+
+
+def tensors_of(cell: Cell, seed: int, device: str = "cuda") -> Tensors:
+    """A cell's random tensors."""
+    normal = normal_values(seed, device)
+    matrix, vector, made = (cell.num_rows, cell.num_cols), (cell.num_cols,), {}
+    made["x"] = normal(matrix, cell.dtype, 0.5, 2.0)
+    made["weight"] = normal(vector, cell.parameters, 1.0, 0.5)
+    centered = cell.norm == "layer_norm"
+    made["bias"] = normal(vector, cell.parameters, 0.0, 0.5) if centered else None
+    if cell.residual:
+        made["residual"] = normal(matrix, cell.dtype)
+    if cell.scale == "given":
+        made["scale"] = torch.full((1,), EIGHT_BITS[cell.y].largest / _MOST_Y, device=device)
+        made["amax"] = torch.zeros(1, device=device) if cell.amax else None
+    if cell.direction == "backward":
+        made["dy"] = normal(matrix, cell.y)
+        made["dsum"] = normal(matrix, cell.dtype) if cell.residual else None
+    return Tensors(**made)
+
+
+def copy_of(num_bytes: int, x: torch.Tensor) -> Runner:
+    """A device-to-device copy that reads half of so many bytes and writes the other half.
+
+    x: random data to copy, over and over. Zeros would cost the memory less power.
+    """
+    data = x.detach().reshape(-1).view(torch.uint8)
+    source = data.repeat(-(-num_bytes // 2 // len(data)))[: num_bytes // 2]
+    target = torch.empty_like(source)
+    return Runner(lambda: target.copy_(source))
+
+
+def float64(tensor: torch.Tensor | None) -> Any:
+    """The values of a tensor on the host; None for None."""
+    return None if tensor is None else tensor.detach().double().cpu().numpy()
 
 
 class Inputs(NamedTuple):
@@ -318,12 +385,7 @@ def first_line(error: BaseException) -> str:
 
 
 def prepare(
-    name: str,
-    cell: Cell,
-    tensors: Tensors,
-    *,
-    record: bool = False,
-    launch: Launch | None = None,
+    name: str, cell: Cell, tensors: Tensors, *, record: bool = False, launch: Launch | None = None
 ) -> Runner:
     """A library on a cell's tensors.
 
@@ -367,10 +429,10 @@ def prepare(
 def _results(cell: Cell, amax: torch.Tensor | None, result: Any) -> dict[str, torch.Tensor]:
     """The result of a forward, by name. amax: that a call writes, if it does not return one."""
     y, *added = result if cell.residual else (result,)
-    named = {} if amax is None else {"amax": amax}
     if isinstance(y, QuantizedTensor):
         y = (y.data, y.scale_inv)
-    named |= dict(zip(("y", "scale_inv", "amax"), y if cell.scale else (y,)))
+    named = {} if amax is None else {"amax": amax}
+    named |= zip(("y", "scale_inv", "amax"), y if cell.scale else (y,))
     return named | dict(zip(("sum",), added))
 
 

@@ -5,7 +5,7 @@
     tiles      the model's of each strategy, the file's, and from the best of them step by step to
                a neighbour: other threads, rows, blocks, clusters, stages, bundles, another path
     left out   tiles that do not fit all widths that are drawn from the range, or whose result is
-               wrong (cupynorm.bench.truth)
+               wrong (cupynorm.bench.measure)
     time       kernel time, all tiles in turns (cupynorm.bench.timer)
     written    a row with the best mean speed, if it is at least 2% faster than the model's tile,
                and again at other widths of the range: the best of many is partly luck
@@ -32,10 +32,9 @@ from ..dtypes import DTYPES
 from ..gpu import launch
 from ..norm.request import Launch
 from .cells import OURS, Cell
-from .measure import plan_of
-from .peers import prepare
+from .measure import Truth, plan_of, verify
+from .peers import prepare, tensors_of
 from .timer import Timer, take_turns
-from .truth import Truth, tensors_of, verify
 
 LEAST_GAIN = 0.02
 _WIDTHS, _RUNS, _STEPS, _TILES = 3, 7, 3, 48

@@ -8,7 +8,7 @@ text depends only on the user's lines. functor.cuh says how kernels use them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from numbers import Integral, Number
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dtypes import DTYPES
+from ..options import check_int, check_real, sequence, shown
 
 ROLES = {"load": "x", "store": "y"}  # what each applies its lines to
 MOST = 8  # arrays, numbers, seeds and functors of a role: their words fit those of gpu/launch.py
@@ -82,12 +83,12 @@ class Functor:
             if values.get(name) is None:
                 raise TypeError(f"{self.name} was given no {name}; expected {expected}")
         for name in self.numbers:
-            if isinstance(values[name], bool) or not isinstance(values[name], (int, float)):
-                raise TypeError(f"{name} of {self.name} is {values[name]!r}; expected a number")
+            if values[name].__class__ is not float:  # a NaN is a number here
+                values[name] = check_real(f"{name} of {self.name}", values[name], "a number")
         return BoundFunctor(
             self,
             tuple([values[name] for name in self.arrays]),
-            tuple([float(values[name]) for name in self.numbers]),
+            tuple([values[name] for name in self.numbers]),
             tuple([_seed(values.get(name), name, self.name) for name in self.seeds]),
         )
 
@@ -279,16 +280,20 @@ def functor(
     """
     kinds = {"arrays": arrays, "numbers": numbers, "seeds": seeds, "per_row": per_row}
     for kind, names in kinds.items():
-        if isinstance(names, str) or not isinstance(names, Iterable):
+        if isinstance(names, str):
             raise TypeError(f"{kind} is {names!r}; expected a sequence of names, as ({names!r},)")
+        kinds[kind] = sequence(kind, names)
     for kind, function in (("reference", reference), ("torch", torch)):
         if function is not None and not callable(function):
             expected = "NumPy arrays" if kind == "reference" else "torch tensors"
             raise TypeError(f"{kind} is {function!r}; expected a function of {expected}")
-    arrays, numbers, seeds, per_row = map(tuple, kinds.values())
-    for each in (name, *arrays, *numbers, *seeds):
+    check_int("multiple_of", multiple_of, 1)
+    arrays, numbers, seeds, per_row = kinds.values()
+    for each in (name, *arrays, *numbers, *seeds, *per_row):
         if not isinstance(each, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", each):
-            raise ValueError(f"{each!r} names a functor, array or number; expected an identifier")
+            raise ValueError(
+                f"{shown(each)} names a functor, array or number; expected an identifier"
+            )
     names = (*arrays, *numbers, *seeds, *(f"d{each}" for each in arrays))
     taken = sorted(set(names) & _OWN_NAMES)
     if taken or len(set(names)) < len(names):
@@ -312,7 +317,12 @@ def functor(
 
 def _text_of(lines: str | Path | None, name: str) -> str | None:
     if isinstance(lines, Path):
-        return lines.read_text(encoding="utf-8")
+        try:
+            return lines.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"functor {name} has lines in {lines}; expected a file of text: {error}"
+            ) from error
     if lines is None or isinstance(lines, str):
         return lines
     raise TypeError(

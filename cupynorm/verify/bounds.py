@@ -28,10 +28,10 @@ All is per element.
              + (g * a + m^2 + v + q) * |dx| + h(dx), with this m of Welford's mean alone
     dweight  2 * sqrt(sum (dy * (e - m))^2) + min(6 * sqrt(sum (dy * m)^2), sum |dy * m|)
              + s(dy * x_hat) + h(dweight)
-             The rounding of a mean moves the x_hat of its row as one, by up to m whole: m is not a
-             sum of many errors, and 2 standard deviations would not be enough. Welford's m is such
-             a sum, and belongs to e. If all dy are equal, and all rows within two units in the last
-             place, the rows are off by about the same, and nothing cancels: sum |dy * e|.
+             The rounding of a mean moves the x_hat of its row as one, by up to m whole: 2 standard
+             deviations would not be enough. Welford's m is a sum of errors and belongs to e. If all
+             dy are equal, and all rows within two units in the last place, nothing cancels:
+             sum |dy * e|.
     dbias    s(dy) + h(dbias)
              s(t) = u * (4 + 2 * sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over
              rows. Each addition is off by u / sqrt(3) of a partial sum in the mean, so this is
@@ -151,11 +151,7 @@ class _Rows:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        x: np.ndarray,
-        rounded_mean: bool,
-        e_backward: np.ndarray | None,
+        self, problem: Problem, x: np.ndarray, rounded_mean: bool, e_backward: np.ndarray | None
     ) -> None:
         """x: the rows that are normalised. e_backward: None for the usual."""
         case = problem.case

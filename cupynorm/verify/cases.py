@@ -1,9 +1,10 @@
-"""What the gradient check is run on: cases, with random values or a user's own arrays."""
+"""What the gradient check is run on: cases, with random values, a user's own or a model's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -146,8 +147,8 @@ def given_problem(
     if x.ndim < 1:
         raise ValueError("input has no dimension to normalise over; expected at least one")
     num_cols = x.shape[-1]
-    if not num_cols:
-        raise ValueError(f"input has shape {x.shape}; expected at least one column")
+    if not x.size:
+        raise ValueError(f"input has shape {x.shape}; expected at least one element")
     x = x.reshape(-1, num_cols)
     parameters = {"weight": _on_host(weight, "weight"), "bias": _on_host(bias, "bias")}
     for label, (values, _) in parameters.items():
@@ -170,7 +171,38 @@ def _on_host(array: Any, label: str) -> tuple[np.ndarray | None, str | None]:
     if array is None:
         return None, None
     array = arrays.take(array, label)
+    arrays.check_addresses(**{label: array})
     dtype = arrays.dtype_name(array)
     if dtype not in DTYPES:
         raise TypeError(f"{label} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
     return arrays.to_float64(array), dtype
+
+
+class Activations(NamedTuple):
+    """The float64 values of a norm. x, dy: [num_rows, num_cols]. weight, bias: [num_cols]."""
+
+    name: str
+    x: np.ndarray
+    dy: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+    eps: float
+
+    def problem(self, norm: str, dtype: str) -> Problem:
+        """A problem of the gradient check for norm, "layer_norm" or "rms_norm".
+
+        dtype: that all tensors are rounded to.
+        """
+        case = Case(norm, *self.x.shape, dtype, eps=self.eps)
+        return Problem(case, *(decode(encode(values, dtype), dtype) for values in self[1:5]))
+
+
+def shipped() -> list[Activations]:
+    """One row of a LayerNorm of a pretrained sentence encoder, with its gradient and weights.
+
+    384 columns, float32. Unlike random numbers it has an outlier of 16 standard deviations, a
+    weight of 5e-33 and an eps of 1e-12.
+    """
+    loaded = np.load(Path(__file__).parents[1] / "data" / "minilm_layer_norms.npz")
+    arrays = {name.partition("/")[2]: values.astype(np.float64) for name, values in loaded.items()}
+    return [Activations("layer5_output", **arrays | {"eps": float(arrays["eps"])})]

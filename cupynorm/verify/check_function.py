@@ -30,6 +30,7 @@ from ..dispatch.problem import NormName
 from ..dtypes import compute_dtype
 from ..gpu import arrays, nvrtc
 from ..norm.checks import check_eps
+from ..options import check_choice, check_flags, shown
 from .cases import Case, Problem, given_problem
 from .check import check_dtypes, check_norms, check_seed, in_words, random_trials
 from .results import CheckResult
@@ -76,8 +77,7 @@ def check_function(
         True
 
     function: function(input, normalized_shape, weight, bias, eps) -> y. torch's autograd computes
-        the gradients. With another library only y is checked. Or a pair (forward, backward), either
-        of which may be None:
+        the gradients; with another library only y is checked. Or a pair, of which one may be None:
         forward(x, weight, bias, eps) -> y, or (y, mean, rstd), for RMSNorm (y, rstd);
         backward(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias), without mean for
         RMSNorm. mean and rstd are right ones, in float32, or float64 for float64.
@@ -87,10 +87,10 @@ def check_function(
     inputs: your own (x, weight, bias, dy), of which later ones may be None or left out. None:
         random ones, as in cupynorm.check.
     library: of the arrays that functions get: "numpy", "cupy" or "torch", on a GPU if there is one.
-        None: that of your own arrays; else torch, and NumPy if torch is not installed or the
-        function is right with NumPy's arrays alone. NumPy and CuPy have bfloat16 with ml_dtypes.
-    traps: also run data and layouts on which other libraries failed: cupynorm.verify.traps lists
-        them. An error that your function raises there is a finding.
+        None: that of inputs; else torch, and NumPy without torch or if the function is right with
+        NumPy's arrays alone. NumPy and CuPy have bfloat16 with ml_dtypes.
+    traps: also data and layouts on which other norms failed: cupynorm.verify.traps lists them. An
+        error that your function raises there is a finding.
     norm, eps, shapes, dtypes: as in cupynorm.check. zero_centered_weight: 1 + weight multiplies.
     seed: of the random values.
 
@@ -99,6 +99,7 @@ def check_function(
     function raises.
     """
     check_seed(seed)
+    check_flags(traps=traps, zero_centered_weight=zero_centered_weight)
     named = {"function": function}
     if isinstance(function, (tuple, list)):
         if len(function) != 2:
@@ -111,6 +112,8 @@ def check_function(
     if inputs is not None:
         if traps:
             raise ValueError("traps is given together with inputs; expected one of the two")
+        if not isinstance(inputs, (tuple, list)) or not 1 <= len(inputs) <= 4:
+            raise TypeError(f"inputs is {shown(inputs)}; expected a tuple (x, weight, bias, dy)")
         given = dict(zip(("input", "weight", "bias", "dy"), inputs))
         if library is None:
             module = type(given.get("input")).__module__.partition(".")[0]
@@ -195,17 +198,14 @@ def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False
 class Library:
     """NumPy, CuPy or torch: puts float64 values into arrays, and gets them back.
 
-    name: "numpy", "cupy", "torch", or None for torch if it is installed, else NumPy. Tensors are
-    on a GPU if torch finds one. Raises ValueError for another name and for CuPy without a GPU,
+    name: of LIBRARIES, or None for torch if it is installed, else NumPy. Tensors are on a GPU if
+    torch finds one. Raises ValueError for another name and for CuPy without a GPU,
     MissingLibraryError for a library that is not installed.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        if name not in (None, *LIBRARIES):
-            raise ValueError(
-                f"library is {name!r}; expected {', '.join(map(repr, LIBRARIES))}, or None for "
-                "torch if it is installed, else NumPy"
-            )
+        without = " for torch if it is installed, else NumPy"
+        check_choice("library", name, (*LIBRARIES, None), without)
         self._torch, self.name = None, name or "numpy"
         if name in (None, "torch"):
             try:
@@ -239,9 +239,8 @@ class Library:
         if layout == "broadcast":  # every row is the first one
             row = self._copy(values[:1], dtype)
             return row.expand(values.shape) if self._torch else np.broadcast_to(row, values.shape)
-        if layout == "transposed":
-            return self._copy(values.T, dtype).T
-        copy = self._copy(values, dtype)
+        copy = self._copy(values.T if layout == "transposed" else values, dtype)
+        copy = copy.T if layout == "transposed" else copy
         return copy[:, None] if layout == THREE_DIMENSIONS else copy
 
     def _copy(self, values: np.ndarray, dtype: str) -> Any:
@@ -308,12 +307,8 @@ def without_exit(what: str) -> Iterator[None]:
 
 
 class Callables:
-    """What is checked instead of the kernels, and the library of its arrays.
-
-    function: differentiated by torch's autograd; with another library only y is checked.
-    forward, backward: called as they are; either may be None. library: as for Library.
-    Raises ValueError for what is not callable.
-    """
+    """What is checked instead of the kernels: "function", "forward" and "backward", as for
+    check_function. library: of their arrays. Raises ValueError for what is not callable."""
 
     def __init__(self, *, library: str | None = None, **functions: Callable | None) -> None:
         self.given = {label: each for label, each in functions.items() if each is not None}
@@ -358,12 +353,10 @@ class Callables:
         return trap_trials(case, library, takes_eps, "function" in self.given, seed)
 
     def run(self, problem: Problem, layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
-        """The results by name, as float64.
+        """The results by name, as float64. layouts: of inputs by name, from LAYOUTS.
 
-        layouts: of inputs by name, from LAYOUTS.
-
-        Raises ValueError for a result that is None, detached, of a wrong shape or too long, and for
-        a function that changes its inputs.
+        Raises ValueError for a result that is not what check_function expects, and for a function
+        that changes its inputs.
         """
         library, case = Library(self.library), problem.case
         operands: dict[str, Any] = {"normalized_shape": (case.num_cols,), "eps": case.eps}
@@ -460,7 +453,7 @@ def _differentiated(call: Callable[[], Any], operands: dict[str, Any]) -> dict[s
 def _of_right_shape(values: np.ndarray, name: str, problem: Problem, label: str) -> np.ndarray:
     """The values in the shape that results of this name have."""
     rows, cols = problem.case.num_rows, problem.case.num_cols
-    expected = {"mean": (rows,), "rstd": (rows,), "dweight": (cols,), "dbias": (cols,)}
+    expected = dict.fromkeys(("mean", "rstd"), (rows,)) | dict.fromkeys(_BACKWARD[1:], (cols,))
     shape = expected.get(name, (rows, cols))
     if values.shape == shape:
         return values

@@ -29,17 +29,11 @@ from ..dtypes import compute_dtype, decode, encode
 from ..norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors, summed
 from ..norm.checks import check_eps
 from ..norm.request import Launch, of_backward
+from ..options import check_flags
 from . import kernels
 from .bounds import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
-from .check import (
-    check_dtypes,
-    check_launches,
-    check_norms,
-    check_seed,
-    check_shapes,
-    in_words,
-)
+from .check import check_dtypes, check_launches, check_norms, check_seed, check_shapes, in_words
 from .check_function import without_exit
 from .diagnosis import UNKNOWN, Candidate, Diagnosis, Judged, best_of, described
 from .kernels import Machine, Tensors, run_backward, run_forward, uses_welford
@@ -84,6 +78,7 @@ def check_functor(
     bound and shapes that are too wide; TypeError for what is no functor.
     """
     check_seed(seed)
+    check_flags(zero_centered_weight=zero_centered_weight)
     bound, where, result = with_kinds(functor), kernels.machine(on), CheckResult()
     label = bound.functor.name
     if bound.functor.reference is None:
@@ -409,10 +404,9 @@ def _draw(
     return decode(encode(values, dtype), dtype)
 
 
+@np.errstate(all="ignore")
 def judge_functor(
-    functor_problem: FunctorProblem,
-    results: Mapping[str, np.ndarray],
-    where: Machine,
+    functor_problem: FunctorProblem, results: Mapping[str, np.ndarray], where: Machine
 ) -> list[Finding]:
     """The worst element of each result. A tensor that is off has a diagnosis."""
     case = functor_problem.problem.case

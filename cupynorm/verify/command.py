@@ -1,11 +1,10 @@
-"""`python -m cupynorm check`: the gradient check of all kernels, or on the arrays of files."""
+"""`python -m cupynorm check`: the gradient check of all kernels."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ from ..dtypes import DTYPES
 from ..gpu import nvrtc, on_cpu
 from ..plans import plan
 from ..table import as_text
-from . import activations, check, kernels
-from .cases import DIRECTIONS, NORMS, Case
+from . import check, kernels
+from .cases import DIRECTIONS, NORMS, Case, shipped
 from .results import CheckResult, worst_of
 from .traps import Trial, default_trials, trap_trials
 
@@ -29,7 +28,6 @@ _QUICK_DTYPES = ("float32", "bfloat16")
 # Elements of x in one case, by where the kernels run.
 _MOST_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
 _MOST_ROWS = {"gpu": 1021, "cpu": 61}
-_FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
 
 
 class Entry(NamedTuple):
@@ -52,11 +50,6 @@ def add_to(commands: Commands) -> None:
     help = "compare the kernels, forward and backward, with float64"
     parser = commands.add_parser("check", help=help, description=about)
     add = parser.add_argument
-    files = (
-        ".npy or .npz: check on its arrays, in their own dtypes. x or input, weight, bias, dy and "
-        "eps belong together, with or without a prefix such as layer1/; every other array is an x"
-    )
-    add("files", metavar="FILE", nargs="*", help=files)
     on = "where the kernels run; by default on a GPU if there is one"
     add("--on", choices=("gpu", "cpu"), help=on)
     seed = "of random tensors, and of the order in which threads run on the CPU (0)"
@@ -66,7 +59,12 @@ def add_to(commands: Commands) -> None:
     add("--traps", action="store_true", help="data and layouts on which other norms failed")
     norm = "the norm that is checked; by default both"
     add("--norm", choices=NORMS, help=norm)
-    add("--eps", type=finite, metavar="EPS", help="by default that of a file, else 1e-5")
+    add(
+        "--eps",
+        type=finite,
+        metavar="EPS",
+        help="1e-5, and 1e-12 of the activations that come with the package",
+    )
     for name in _OF_FUNCTIONS:
         add(f"--{name}", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -130,15 +128,21 @@ def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
 def table(results: Sequence[tuple[Entry, CheckResult]]) -> str:
     """One line for each problem, one column for each dtype: the tensor with the largest error."""
     dtypes = [dtype for dtype in DTYPES if any(entry.case.x == dtype for entry, _ in results)]
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for entry, result in results:
-        worst = worst_of(result.findings)
-        words = f"{worst.error:.2f} {worst.tensor}"
-        words = words if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
-        lines.setdefault((entry.case.norm, entry.name), {})[entry.case.x] = words
+    lines: dict[tuple[str, str], dict[str, list]] = {}
+    for entry, result in results:  # several files may have arrays of one name
+        line = lines.setdefault((entry.case.norm, entry.name), {})
+        line.setdefault(entry.case.x, []).extend(result.findings)
     rows = [["norm", "rows x columns", *dtypes]]
-    rows += [[*key, *(line.get(each, "-") for each in dtypes)] for key, line in lines.items()]
+    rows += [[*key, *(_worst(line.get(each)) for each in dtypes)] for key, line in lines.items()]
     return as_text(rows)
+
+
+def _worst(findings: list | None) -> str:
+    if not findings:
+        return "-"
+    worst = worst_of(findings)
+    words = f"{worst.error:.2f} {worst.tensor}"
+    return words if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
 
 
 # What is checked.
@@ -150,29 +154,17 @@ def entries_of(
     """What the arguments ask to check."""
     norms = (arguments.norm,) if arguments.norm else NORMS
     dtypes = _QUICK_DTYPES if arguments.quick else list(DTYPES)
-    if arguments.traps and not arguments.files:
+    if arguments.traps:
         return [
             Entry(f"{trial.name}, {_shape(trial.problem.case)}", trial.problem.case, [trial])
             for norm, dtype in product(norms, dtypes)
             for trial in trap_trials(Case(norm, 0, 0, dtype, **options), seed=arguments.seed)
         ]
-    recorded = [each for path in arguments.files for each in activations.read(path)]
-    if arguments.files and not recorded:
-        raise ValueError("the files have no array of floats; expected at least one")
-    entries, most = [], _FILE_ELEMENTS[where.on]
-    for norm, each, dtype in product(
-        norms, recorded or activations.shipped(), [None] if arguments.files else dtypes
-    ):
-        each = replace(each, **options)
-        problem = each.problem(norm, dtype, max_elements=most, seed=arguments.seed)
-        num_rows, num_cols = each.x.shape
-        is_sample = problem.case.num_rows < num_rows
-        sampled = f"{problem.case.num_rows} of " if is_sample else ""
-        label = each.name.rpartition("layer_norms/")[2]
-        name = f"{label}, {sampled}{num_rows} x {num_cols}"
+    entries = []
+    for norm, each, dtype in product(norms, shipped(), dtypes):
+        problem = each._replace(**options).problem(norm, dtype)
+        name = f"{each.name}, {_shape(problem.case)}"
         entries.append(Entry(name, problem.case, [Trial(problem)]))
-    if arguments.files:
-        return entries
     shapes = random_shapes(where.device, where.on, arguments.quick)
     for norm, (num_rows, num_cols, strategy), dtype in product(
         norms, shapes, dtypes[arguments.quick :]

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ from ..dtypes import DTYPES, decode, encode
 from ..table import printable
 from .cases import Case, Problem, random_problem
 from .diagnosis import Diagnosis
-from .results import Finding, judge_all
+from .results import CALL, Finding, judge_all
 
 THREE_DIMENSIONS = "three dimensions"  # a layout for functions, with rows of x in two dimensions
 # Of narrow dtypes the rows have few different values, so that the errors of Welford's algorithm do
@@ -81,7 +82,7 @@ class Trial(NamedTuple):
         raised = f"it raised {type(error).__name__}: {printable(error)}"
         why = Diagnosis("the call is", float("inf"), raised)
         nan = float("nan")
-        return Finding(f"{self.problem.case}, {self.name}", "call", nan, (), nan, nan, nan, 1, why)
+        return Finding(f"{self.problem.case}, {self.name}", CALL, nan, (), nan, nan, nan, 1, why)
 
 
 def default_problem(case: Case, seed: int = 0) -> Problem:
@@ -150,10 +151,7 @@ def trap_trials(
     """
     trials = [*_of_values(case, seed), *_of_parameters(case, seed), *_of_extents(case, seed)]
     if library:
-        trials += [
-            Trial(_random(case, 0, 64, seed), "T7 no rows"),
-            *_of_layouts(case, seed),
-        ]
+        trials += [Trial(_random(case, 0, 64, seed), "T7 no rows"), *_of_layouts(case, seed)]
     else:
         added = _random(replace(case, residual=True, dsum=True), 6, 40, seed)
         trials.append(Trial(added, "T19 residual and dsum"))
@@ -179,32 +177,30 @@ def _of_values(case: Case, seed: int) -> Iterator[Trial]:
     any_strategy = replace(case, strategy=None)  # of wide rows
     wide = generator.standard_normal((2, 32768)) * 0.01 + 100
     yield Trial(_with_rows(any_strategy, wide, seed), "T1 mean 100, spread 0.01")
-    rows = generator.standard_normal((5, 4)) + 2000
-    yield Trial(_with_rows(case, rows, seed), "T1 mean 2000, spread 1")
-    yield Trial(_with_rows(case, 40000 + np.arange(4.0)[None], seed), "T1 40000 to 40003")
-    rows = 1449 + np.where(generator.random((3, 16)) < 0.5, -1.0, 1.0)
-    yield Trial(_with_rows(case, rows, seed), "T1 1448 and 1450")
-    rows = np.array([[0.0], [1e2], [1e3], [1e4]]) + np.arange(16) * 1e-3
-    yield Trial(_with_rows(case, rows, seed), "T1 steps of 0.001")
-
-    constants = np.array([14.0, 1234.0, 0.0, 0.1, -1 / 3, 10000.001])[:, None]
-    for num_cols in (7, 240):
-        rows = np.repeat(constants, num_cols, axis=1)
-        yield Trial(_with_rows(case, rows, seed), "T2 constant rows")
     huge = 1e6 if DTYPES[case.x].largest > 1e6 else 6e4
-    yield Trial(_with_rows(case, np.array([[huge], [-3.0], [0.1]]), seed), "T3 one column")
+    largest = {"float16": 6e4, "float64": 1e150}.get(case.x, 1e18)
+    constants = np.array([14.0, 1234.0, 0.0, 0.1, -1 / 3, 10000.001])[:, None]
+    steps = np.array([[0.0], [1e2], [1e3], [1e4]]) + np.arange(16) * 1e-3
+    for name, rows in (
+        ("T1 mean 2000, spread 1", generator.standard_normal((5, 4)) + 2000),
+        ("T1 40000 to 40003", 40000 + np.arange(4.0)[None]),
+        ("T1 1448 and 1450", 1449 + np.where(generator.random((3, 16)) < 0.5, -1.0, 1.0)),
+        ("T1 steps of 0.001", steps),
+        ("T2 constant rows", np.repeat(constants, 7, axis=1)),
+        ("T2 constant rows", np.repeat(constants, 240, axis=1)),
+        ("T3 one column", np.array([[huge], [-3.0], [0.1]])),
+        (
+            "T5 squares that nearly overflow",
+            np.stack([np.linspace(-1, 1, 40), np.linspace(0.5, 1, 40)]) * largest,
+        ),
+    ):
+        yield Trial(_with_rows(case, rows, seed), name)
     for num_cols in (2, 3, 5, 7):
         yield Trial(_random(case, 6, num_cols, seed), "T3 few columns")
-
-    for value in (np.inf, -np.inf, np.nan):
-        for col in (0, 99):
-            problem = _random(case, 5, 100, seed)
-            problem.x[2, col] = value
-            yield Trial(problem, f"T4 {value} in row 2", tensors=TENSORS_OF_ROWS)
-
-    largest = {"float16": 6e4, "float64": 1e150}.get(case.x, 1e18)
-    rows = np.stack([np.linspace(-1, 1, 40), np.linspace(0.5, 1, 40)]) * largest
-    yield Trial(_with_rows(case, rows, seed), "T5 squares that nearly overflow")
+    for value, col in product((np.inf, -np.inf, np.nan), (0, 99)):
+        problem = _random(case, 5, 100, seed)
+        problem.x[2, col] = value
+        yield Trial(problem, f"T4 {value} in row 2", tensors=TENSORS_OF_ROWS)
 
 
 def _of_parameters(case: Case, seed: int) -> Iterator[Trial]:
@@ -237,13 +233,12 @@ def _of_extents(case: Case, seed: int) -> Iterator[Trial]:
 
 
 def _of_layouts(case: Case, seed: int) -> Iterator[Trial]:
-    for layout in ("gap", "transposed", "broadcast"):
-        problem = _random(case, 6, 40, seed)
-        of_both = {"x": layout, "dy": layout}
-        if layout == "broadcast":
-            problem.dy[:] = problem.dy[:1]
-            of_both = {"dy": layout}
-        yield Trial(problem, f"T10 {layout} {' and '.join(of_both)}", of_both)
+    for layouts in ({"x": "gap", "dy": "gap"}, {"x": "transposed", "dy": "transposed"}):
+        name = f"T10 {layouts['x']} x and dy"
+        yield Trial(_random(case, 6, 40, seed), name, layouts)
+    problem = _random(case, 6, 40, seed)
+    problem.dy[:] = problem.dy[:1]
+    yield Trial(problem, "T10 broadcast dy", {"dy": "broadcast"})
     for name in ("x", "dy", "weight", "bias"):
         if getattr(case, name, "") is not None:
             yield Trial(_random(case, 3, 64, seed), f"T11 misaligned {name}", {name: "misaligned"})

@@ -7,8 +7,8 @@ import torch
 
 from cupynorm.bench import measure, peers, report
 from cupynorm.bench.cells import COLS, MODELS, Cell, LinearCell, cells, linear_cells
-from cupynorm.bench.peers import PEERS, Peer, prepare
-from cupynorm.bench.truth import Truth, tensors_of, verify
+from cupynorm.bench.measure import Truth, verify
+from cupynorm.bench.peers import PEERS, Peer, prepare, tensors_of
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.gpu import launch, nvrtc
 
@@ -260,7 +260,7 @@ def test_a_small_run(options):
         assert each.errors["cupynorm"] <= 1 and min(each.samples["cupynorm"]) > 0
         # A kernel that is several times faster than a copy was not measured right.
         assert each.share("cupynorm") < 5
-    assert report.compare(result, result)[1]
+    assert report.guard(result, lambda todo: result)[2]
 
 
 @pytest.mark.gpu

@@ -15,7 +15,6 @@ from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.strategies import STRATEGIES
 from cupynorm.gpu import nvrtc, on_cpu
 from cupynorm.verify import check as gradient_check
-from cupynorm.verify.activations import shipped
 from cupynorm.verify.command import random_shapes
 
 try:
@@ -31,26 +30,16 @@ needs_compiler = pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
 def test_quick_check():
     """The check of a bare command is that of `check`. A seed decides the output."""
     quick = ("--quick", "--on", "cpu")
-    plain, seeded, again = (
-        run(*arguments)
-        for arguments in (quick, (*quick, "--seed", 7), ("check", *quick, "--seed", 7))
-    )
+    every = (quick, (*quick, "--seed", 7), ("check", *quick, "--seed", 7))
+    plain, seeded, again = (run(*arguments) for arguments in every)
     assert seeded.stdout == again.stdout != plain.stdout
     for result in (plain, seeded):
         assert result.returncode == 0, result.stdout + result.stderr
         lines = result.stdout.splitlines()
         assert lines[0].startswith(f"cupynorm {cupynorm.__version__} found")
         assert "run on the CPU" in lines[1] and any(line.startswith("OK: ") for line in lines)
-        for word in (
-            "layer5_output, 1 x 384",
-            "bfloat16",
-            "float32",
-            "rms_norm",
-            "block",
-            "cluster",
-            "uncached",
-        ):
-            assert word in result.stdout
+        words = ("layer5_output, 1 x 384", "bfloat16", "rms_norm", "cluster", "uncached")
+        assert all(word in result.stdout for word in words)
         assert max(map(len, lines)) < 170 and len(lines) < 70
 
 
@@ -63,91 +52,42 @@ def test_quick_check_on_a_gpu():
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("tensor", ["y", "rstd", "dx", "dweight"])
-def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
+@pytest.mark.parametrize("tensor, factor", [("y", 1.0001), ("rstd", 1.0001), ("dx", np.nan)])
+def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor, factor):
     run_kernels = gradient_check.run_kernels
 
     def wrong(problem, where):
         results = run_kernels(problem, where)
         if problem.case.norm == "rms_norm" and problem.case.x == "float32" and tensor in results:
             flat = results[tensor].reshape(-1)
-            flat[np.abs(flat).argmax()] *= 1 + 1e-4
+            flat[np.abs(flat).argmax()] *= factor
         return results
 
     monkeypatch.setattr(gradient_check, "run_kernels", wrong)
     code, out, _ = call(capsys, "check", "--quick", "--on", "cpu")
-    assert code == 1
-    assert "\nOFF: 1 of " in out
+    assert code == 1 and "\nOFF: 1 of " in out and ("OFF: dx nan" in out) == (tensor == "dx")
     for line in out.splitlines():
         if line.startswith("layer_norm") and "2 x 384" in line:
             assert "OFF" not in line
     assert sum(f"OFF: {tensor} " in line for line in out.splitlines()) == 1
 
 
-@pytest.mark.slow
 @needs_compiler
-def test_a_result_left_unwritten_fails(monkeypatch, capsys):
-    run_kernels = gradient_check.run_kernels
-
-    def forgetful(problem, where):
-        results = run_kernels(problem, where)
-        results["dx"][0, 0] = np.nan
-        return results
-
-    monkeypatch.setattr(gradient_check, "run_kernels", forgetful)
-    code, out, _ = call(capsys, "--quick", "--on", "cpu")
-    assert code == 1 and "OFF: dx nan" in out
-
-
 @pytest.mark.slow
-@needs_compiler
-def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error, code, sentence",
+    [
+        (on_cpu.OnCpuError("a deadlock"), 1, "cupynorm: a kernel failed: a deadlock"),
+        (KeyboardInterrupt(), 130, "cupynorm: interrupted"),
+    ],
+)
+def test_a_run_that_ends_early_is_one_sentence(monkeypatch, capsys, error, code, sentence):
     def fails(problem, where):
-        raise on_cpu.OnCpuError("a thread never reached the barrier")
+        raise error
 
     monkeypatch.setattr(gradient_check, "run_kernels", fails)
-    code, _, err = call(capsys, "--quick", "--on", "cpu")
-    assert code == 1 and err.strip().splitlines()[-1].endswith(
-        "cupynorm: a kernel failed: a thread never reached the barrier"
-    )
-
-
-@needs_compiler
-def test_interrupted(monkeypatch, capsys):
-    def interrupt(problem, where):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gradient_check, "run_kernels", interrupt)
-    code, _, err = call(capsys, "--quick", "--on", "cpu")
-    assert code == 130 and err.strip().endswith("cupynorm: interrupted")
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_files(tmp_path):
-    """In their own dtypes; of a large one some rows."""
-    layer, generator = shipped()[0], np.random.default_rng(0)
-    tensors = {name: getattr(layer, name).astype(np.float32) for name in ("x", "weight", "bias")}
-    np.save(tmp_path / "one.npy", tensors["x"].astype(np.float16))
-    np.savez(tmp_path / "two.npz", **tensors, ids=np.arange(3))
-    np.save(tmp_path / "large.npy", generator.standard_normal((3000, 768)).astype(np.float32))
-    result = run("check", *sorted(tmp_path.iterdir()), "--on", "cpu")
-    assert result.returncode == 0, result.stdout + result.stderr
-    for name in ("one, 1 x 384", "two, 1 x 384", "large, 1365 of 3000 x 768"):
-        assert result.stdout.count(name) == 2  # both norms
-    assert "layer5_output" not in result.stdout
-    assert re.search("rows x columns +float16 +float32\n", result.stdout)
-    assert run(tmp_path / "one.npy", "--on", "cpu").returncode == 0  # "check" may be left out
-
-
-@needs_compiler
-def test_files_that_cannot_be_read(refused, tmp_path):
-    assert "none.npy: No such file" in refused(tmp_path / "none.npy", "--on", "cpu")
-    assert refused(tmp_path / "\x1b]0;owned\x07\n.npy").isprintable()
-    np.save(tmp_path / "ids.npy", np.arange(4))
-    assert "have no array of floats; expected at least one" in refused(
-        tmp_path / "ids.npy", "--on", "cpu"
-    )
+    found, _, err = call(capsys, "--quick", "--on", "cpu")
+    assert found == code and err.strip().splitlines()[-1].endswith(sentence)
 
 
 def test_without_a_compiler(refused, monkeypatch, tmp_path):

@@ -14,9 +14,8 @@ from cupynorm.verify.cases import DIRECTIONS
 
 
 def test_plan(capsys):
-    code, out, _ = call(
-        capsys, "plan", "4096", "--rows", "8192", "--device", "h200", "--dtype", "float32"
-    )
+    words = ("plan", "4096", "--rows", "8192", "--device", "h200", "--dtype", "float32")
+    code, out, _ = call(capsys, *words)
     expected = [
         str(plans.plan(4096, 8192, "float32", device="H200", direction=direction))
         for direction in ("forward", "backward")
@@ -46,30 +45,10 @@ def test_plan_with_a_linear_layer(capsys, arguments, expected):
 
 
 def test_plan_options(capsys):
-    code, out, _ = call(
-        capsys,
-        "plan",
-        "5000",
-        "--device",
-        "H200",
-        "--norm",
-        "rms_norm",
-        "--direction",
-        "backward",
-        "--strategy",
-        "uncached",
-        "--sm-margin",
-        "32",
-    )
-    plan = plans.plan(
-        5000,
-        device="H200",
-        norm="rms_norm",
-        direction="backward",
-        strategy="uncached",
-        sm_margin=32,
-        bias_dtype=None,
-    )
+    words = "plan 5000 --device H200 --norm rms_norm --direction backward --strategy uncached"
+    code, out, _ = call(capsys, *words.split(), "--sm-margin", "32")
+    options = {"norm": "rms_norm", "direction": "backward", "strategy": "uncached"}
+    plan = plans.plan(5000, device="H200", **options, sm_margin=32, bias_dtype=None)
     assert code == 0 and out.strip() == str(plan) and "dbias" not in out
 
 

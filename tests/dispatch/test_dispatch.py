@@ -132,7 +132,7 @@ def test_widest_row_of_a_strategy(device, dtype, direction):
                     chosen.tile.stages and strategy in earlier
                 ), (num_cols, limit)
                 assert chosen.reason.startswith(
-                    "the first strategy that is wide enough and that no later one beats"
+                    "the first strategy that is wide enough, and no later one is faster"
                 )
             chosen = choose(replace(problem, num_cols=edge + step), gpu)
             assert present.index(chosen.strategy) >= present.index(following)

@@ -10,9 +10,8 @@ import cupynorm
 from cupynorm import functors, reference
 from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
 from cupynorm.gpu import arrays
-from cupynorm.verify import activations
 from cupynorm.verify.bounds import expect
-from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.cases import Case, random_problem, shipped
 from cupynorm.verify.results import CheckResult, judge_against
 
 torch = pytest.importorskip("torch")
@@ -117,7 +116,7 @@ def test_gradients_are_within_bounds(what, anywhere):
 def test_gradients_of_real_activations_with_a_tiny_weight_are_within_bounds(anywhere):
     """Gradients of a sentence encoder's LayerNorms, one of whose weights is -1.5e-9."""
     smallest = 1.0
-    for layer in activations.shipped():
+    for layer in shipped():
         for dtype in ("float32", "bfloat16"):
             problem = layer.problem("layer_norm", dtype)
             smallest = min(smallest, np.abs(problem.weight).min())

@@ -26,31 +26,19 @@ def test_the_losses_agree_on_a_cpu(example, tmp_path, capsys):
     runs = ["--runs", "torch,float64,cupynorm", "--json", str(file)]
     trained = example.main([*TINY, "--device", "cpu", *runs])
     losses = trained["torch"].losses
-    assert (
-        len(losses) == 12 and 5.4 < losses[0] < 5.7 and losses[-1] < losses[0] - 0.3
-    )  # ln 256 = 5.55 is guessing
+    assert len(losses) == 12 and 5.4 < losses[0] < 5.7  # ln 256 = 5.55 is guessing
+    assert losses[-1] < losses[0] - 0.3
     for run in ("float64", "cupynorm"):
-        assert len(trained[run].losses) == 12 and example.largest_gap(
-            trained[run], trained["torch"]
-        ) <= allowed(trained)
+        assert len(trained[run].losses) == 12
+        assert example.largest_gap(trained[run], trained["torch"]) <= allowed(trained)
     printed = capsys.readouterr().out
     assert all(f"\n{run} " in printed for run in trained)
     content = json.loads(file.read_text())
-    assert content["settings"] == {
-        "steps": 12,
-        "layers": 2,
-        "width": 64,
-        "batch": 4,
-        "context": 32,
-        "device": "cpu",
-    }
-    assert {run: each["losses"] for run, each in content["runs"].items()} == {
-        run: each.losses for run, each in trained.items()
-    }
-    assert all(
-        len(each["milliseconds"]) == 12 and min(each["milliseconds"]) > 0
-        for each in content["runs"].values()
-    )
+    names, values = ("steps", "layers", "width", "batch", "context"), (12, 2, 64, 4, 32)
+    assert content["settings"] == dict(zip(names, values)) | {"device": "cpu"}
+    for run, each in content["runs"].items():
+        assert each["losses"] == trained[run].losses
+        assert len(each["milliseconds"]) == 12 and min(each["milliseconds"]) > 0
 
 
 def test_a_wrong_norm_would_show(example, monkeypatch):
@@ -85,10 +73,6 @@ def test_all_runs_on_a_gpu(example):
     roundings = example.largest_gap(trained["float64"], trained["torch"])
     for run in ("cupynorm", "torch-compiled", "cupynorm-compiled"):
         # Compiled code also rounds to bfloat16 (8 bits) in other places, between the products.
-        more = (
-            2.0**-8 * trained["torch"].losses[0]
-            if run.endswith("compiled")
-            else 2.0**-16 * trained["torch"].losses[0]
-        )
+        more = 2.0 ** (-8 if run.endswith("compiled") else -16) * trained["torch"].losses[0]
         assert example.largest_gap(trained[run], trained["torch"]) <= 8 * roundings + more, run
         assert trained[run].losses[-1] < trained[run].losses[0] - 0.5

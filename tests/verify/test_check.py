@@ -7,10 +7,10 @@ import pytest
 from test_check_function import backward, forward, rms_backward, rms_forward
 
 import cupynorm
-from cupynorm.dtypes import DTYPES
+from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu import on_cpu
 from cupynorm.verify.bounds import expect, half_ulp
-from cupynorm.verify.cases import Case, random_problem
+from cupynorm.verify.cases import Case, random_problem, shipped
 from cupynorm.verify.check_function import Library
 from cupynorm.verify.kernels import CpuMachine, run_kernels
 from cupynorm.verify.results import CheckResult, errors_of, judge, judge_all
@@ -48,6 +48,27 @@ def test_each_shape_dtype_and_launch_is_a_case():
     result = cupynorm.check(dtypes=["float16", "float64"], **options)
     assert result.ok and len(result.findings) == 2 * 2 * 2 * (6 + 4)
     assert len({found.case for found in result.findings}) == 2 * 8  # again with a NaN
+
+
+def test_shipped_activations_have_outliers_and_a_tiny_weight():
+    (layer,) = shipped()
+    assert layer.x.shape == layer.dy.shape == (1, 384)
+    assert layer.weight.shape == layer.bias.shape == (384,) and layer.eps == 1e-12
+    deviations = (layer.x - layer.x.mean(1, keepdims=True)) / layer.x.std(1, keepdims=True)
+    assert np.abs(deviations).max() > 15  # unlike in random numbers
+    assert 0 < np.abs(layer.weight).min() < 1e-32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_problem_is_representable_in_its_dtype(dtype):
+    layer = shipped()[0]
+    problem = layer.problem("rms_norm", dtype)
+    assert (problem.case.norm, problem.case.x, problem.case.eps) == ("rms_norm", dtype, 1e-12)
+    limits = {"rtol": DTYPES[dtype].half_ulp, "atol": DTYPES[dtype].smallest}
+    for name in ("x", "dy", "weight"):
+        values = getattr(problem, name)
+        assert np.array_equal(decode(encode(values, dtype), dtype), values)
+        assert np.allclose(values, getattr(layer, name), **limits)
 
 
 def test_a_result_says_first_what_is_wrong():
@@ -124,10 +145,10 @@ def test_the_gradients_of_float64_rows_with_a_large_mean_are_exact():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"norm": "batch_norm"}, "norm is 'batch_norm'; expected layer_norm or rms_norm"),
+        ({"norm": "batch_norm"}, "norm is 'batch_norm'; expected 'layer_norm' or"),
         ({"on": "tpu"}, "on is 'tpu'; expected 'gpu', 'cpu' or None"),
         ({"shapes": [(4, 0)]}, r"shapes has \(4, 0\); expected pairs"),
-        ({"input": np.zeros((3, 0))}, r"input has shape \(3, 0\); expected at least one column"),
+        ({"input": np.zeros((3, 0))}, r"input has shape \(3, 0\); expected at least one element"),
         ({"launch": "warp"}, "launch is a str; expected a cupynorm.Launch or None"),
         (
             {"input": np.zeros((3, 4)), "weight": np.zeros(5)},

@@ -17,11 +17,7 @@ from every_matrix import (
     run_scales,
 )
 from every_product import judge_product, products, run_product
-from every_quantized import (
-    E4M3,
-    quantized_cases,
-    run_quantized,
-)
+from every_quantized import E4M3, quantized_cases, run_quantized
 from quantized_calls import How, judge_bytes, judge_values, run_8_bits
 from repository_files import KERNELS
 
@@ -61,26 +57,17 @@ def test_a_wrong_byte_of_8_bits_is_found(scaling):
     findings = judge_bytes(case, quantization, got, plain)
     names = [found.tensor for found in findings]
     assert names == ["y", "scale_inv", "mean", "rstd"] + ["amax"] * is_given
-    assert all(found.ok for found in findings)
     problem = random_problem(case)
     roughly = judge_values(problem, quantization, got)
-    assert {found.tensor for found in roughly} == set(names) and all(found.ok for found in roughly)
+    assert {found.tensor for found in roughly} == set(names)
+    assert all(found.ok for found in (*findings, *roughly))
     for name in names:
-        off = [
-            found
-            for found in judge_bytes(case, quantization, spoilt(got, name), plain)
-            if not found.ok
-        ]
-        assert [(found.tensor, found.num_off, found.error) for found in off] == [
-            (name, 1, float("inf"))
-        ]
-        assert off[0].where == tuple(extent - 1 for extent in got[name].shape)
-        off = [
-            found
-            for found in judge_values(problem, quantization, spoilt(got, name))
-            if not found.ok
-        ]
-        assert name in [found.tensor for found in off]
+        wrong = spoilt(got, name)
+        (off,) = (each for each in judge_bytes(case, quantization, wrong, plain) if not each.ok)
+        assert (off.tensor, off.num_off, off.error) == (name, 1, float("inf"))
+        assert off.where == tuple(extent - 1 for extent in got[name].shape)
+        off = [each for each in judge_values(problem, quantization, wrong) if not each.ok]
+        assert name in [each.tensor for each in off]
 
 
 @pytest.mark.parametrize("how", [How("float8_e5m2", "row"), How(E4M3, "block"), How(E4M3, "given")])
