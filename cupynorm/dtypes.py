@@ -76,32 +76,31 @@ def compute_dtype(name: str) -> DType:
     return DTYPES[DTYPES[name].compute]
 
 
+@np.errstate(all="ignore")
 def encode(values: np.ndarray, name: str) -> np.ndarray:
     """float64 `values` rounded once, to nearest even, to dtype `name`, in its storage dtype."""
     values = np.asarray(values, dtype=np.float64)
     if name != "bfloat16":
-        with np.errstate(over="ignore"):
-            return values.astype(DTYPES[name].storage)
-    with np.errstate(over="ignore", invalid="ignore"):
-        nearest = values.astype(np.float32)
-        bits = nearest.view(np.uint32)
-        # The upper half of the bits is the bfloat16. Where the lower half is a tie, the rounding to
-        # float32 may have made it one: the bits move by one to the side of the value.
-        rest = bits & 0xFFFF
-        if not rest.any():  # bfloat16 values, which take less time
-            return (bits >> 16).astype(np.uint16)
-        is_tie = rest == 0x8000
-        if is_tie.any():
-            side = np.sign(np.abs(values) - np.abs(nearest.astype(np.float64)))
-            bits = bits + np.where(is_tie, side, 0).astype(np.int32).view(np.uint32)
-        rounded = bits + ((bits >> 16) & 1) + 0x7FFF
-        rounded = np.where(np.isnan(nearest), bits, rounded)
+        return values.astype(DTYPES[name].storage)
+    nearest = values.astype(np.float32)
+    bits = nearest.view(np.uint32)
+    # The upper half of the bits is the bfloat16. Where the lower half is a tie, the rounding to
+    # float32 may have made it one: the bits move by one to the side of the value.
+    rest = bits & 0xFFFF
+    if not rest.any():  # bfloat16 values, which take less time
+        return (bits >> 16).astype(np.uint16)
+    is_tie = rest == 0x8000
+    if is_tie.any():
+        side = np.sign(np.abs(values) - np.abs(nearest.astype(np.float64)))
+        bits = bits + np.where(is_tie, side, 0).astype(np.int32).view(np.uint32)
+    rounded = bits + ((bits >> 16) & 1) + 0x7FFF
+    rounded = np.where(np.isnan(nearest), bits, rounded)
     return (rounded >> 16).astype(np.uint16)
 
 
+@np.errstate(all="ignore")
 def decode(raw: np.ndarray, name: str) -> np.ndarray:
     """The float64 values of an array in the storage dtype of `name`."""
     if name == "bfloat16":
         raw = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):  # signalling NaNs
-        return raw.astype(np.float64)
+    return raw.astype(np.float64)

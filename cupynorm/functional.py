@@ -131,7 +131,7 @@ def layer_norm(
     eps: added to the variance.
     residual: of the input's shape and any of the four dtypes. What is normalised is input +
         residual, rounded once to the residual's dtype.
-    return_residual: also return that sum.
+    return_residual: also return that sum; without a residual it is the input itself.
     zero_centered_weight: multiply by 1 + weight.
     round_x_hat: round x_hat to a 16-bit input's dtype before the weight multiplies it, as Hugging
         Face's Llama does. Gradients are those without that rounding.

@@ -17,6 +17,7 @@ import numbers
 from typing import Any
 
 from .dispatch.functor_text import BoundFunctor, functor
+from .options import shown
 
 
 def _silu_gate(y: Any, gate: Any) -> Any:
@@ -269,6 +270,7 @@ def dropout(p: float, seed: Any = None) -> BoundFunctor:
     seed: an int, or an int64 array of one element on the input's device, which the kernel reads
         there. None: the input's library draws one on that device in each call (torch.randint,
         cupy.random, np.random), so torch.manual_seed and CUDA graphs work as with torch's dropout.
+        So torch.utils.checkpoint without preserve_rng_state draws another mask when it runs again.
 
     The mask is cupynorm.reference.dropout_mask, a function of the seed and of an element's row and
     column. It is the same on every device and is not stored: backward computes it again. A module
@@ -276,6 +278,6 @@ def dropout(p: float, seed: Any = None) -> BoundFunctor:
     Returns a functor for `fuse=`. Raises ValueError unless p is a number from 0 to 1.
     """
     if not isinstance(p, numbers.Real) or isinstance(p, bool) or not 0 <= p <= 1:
-        raise ValueError(f"p is {p!r}; expected a probability, from 0 to 1")
+        raise ValueError(f"p is {shown(p)}; expected a probability, from 0 to 1")
     high, low = divmod(round(p * 2**32), 2**16)
     return _drop(high, low, 1 / (1 - p) if p < 1 else 0.0, seed)

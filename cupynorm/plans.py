@@ -6,7 +6,6 @@ It knows the GPU that is present and how a call is launched. The modules of disp
 from __future__ import annotations
 
 import argparse
-import numbers
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,9 +30,10 @@ from .dispatch.product_plan import NormLinearProblem
 from .dispatch.product_plan import choose as choose_product
 from .dispatch.strategies import STRATEGIES, StatisticsName, StrategyName
 from .dtypes import DTYPES, EIGHT_BITS, ELEMENTS
-from .gpu import arrays, launch, nvrtc
+from .gpu import launch, nvrtc
 from .norm.prepared import forget
 from .norm.request import Launch, planned_with
+from .options import check_choice, check_flags, check_int, shown
 
 WITHOUT_GPU = "H200"  # what is planned for where no GPU is present
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -86,21 +86,21 @@ def plan(
     Returns a Plan, which prints as a short table. Raises ValueError for unknown names and for a
     strategy or tile that does not fit, TypeError for an extent that is no int.
     """
-    if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}; expected 'layer_norm' or 'rms_norm'")
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; expected 'forward' or 'backward'")
-    _check_int("num_cols", num_cols, 0)
-    _check_int("num_rows", num_rows, 0)
-    _check_int("alignment", alignment, 1)
+    check_choice("norm", norm, NORMS)
+    check_choice("direction", direction, DIRECTIONS)
+    num_cols, num_rows = check_int("num_cols", num_cols), check_int("num_rows", num_rows)
+    alignment = check_int("alignment", alignment, 1)
+    check_flags(residual=residual, zero_centered_weight=zero_centered_weight, amax=amax)
     launch_as = Launch(strategy, tile, statistics, sm_margin)
     dtype, out_dtype = full_name(dtype), full_name(out_dtype)
     weight, bias = (
-        dtype if name == "same" else full_name(name) for name in (weight_dtype, bias_dtype)
+        dtype if isinstance(name, str) and name == "same" else full_name(name)
+        for name in (weight_dtype, bias_dtype)
     )
-    y = out_dtype or dtype
-    is_quantized = direction == "forward" and y in list(EIGHT_BITS)
-    if direction == "backward" and y in list(EIGHT_BITS):
+    y = dtype if out_dtype is None else out_dtype
+    in_8_bits = isinstance(y, str) and y in EIGHT_BITS
+    is_quantized = direction == "forward" and in_8_bits
+    if direction == "backward" and in_8_bits:
         raise ValueError(
             f"out_dtype is {y!r} and direction 'backward'; expected 'forward', because no gradient "
             "has 8 bits"
@@ -109,18 +109,13 @@ def plan(
     parameters = {"weight_dtype": weight, "bias_dtype": bias}
     dtypes |= {name: given for name, given in parameters.items() if given is not None}
     for name, given in dtypes.items():
-        if given not in list(DTYPES):
-            known = list(DTYPES)
-            known += EIGHT_BITS if name == "out_dtype" and direction == "forward" else ()
-            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(known)}")
-    switches = {"residual": residual, "zero_centered_weight": zero_centered_weight, "amax": amax}
-    for name, given in switches.items():
-        if given not in (True, False):
-            raise TypeError(f"{name} is {given!r}; expected True or False")
+        can_have_8 = name == "out_dtype" and direction == "forward"
+        check_choice(name, given, (*DTYPES, *EIGHT_BITS) if can_have_8 else DTYPES)
     scalings = ("given", "row") if is_quantized and y == "int8" else SCALINGS
-    if scale is not None and (not is_quantized or scale not in scalings):
+    is_known = scale is None or (isinstance(scale, str) and scale in scalings)
+    if not is_known or (scale is not None and not is_quantized):
         raise ValueError(
-            f"scale is {scale!r}; expected one of {', '.join(scalings)}, of a forward whose "
+            f"scale is {shown(scale)}; expected one of {', '.join(scalings)}, of a forward whose "
             f"out_dtype {'is int8' if y == 'int8' else 'has 8 bits'}"
         )
     if amax and (not is_quantized or scale not in (None, "given")):
@@ -139,15 +134,6 @@ def plan(
     tensors |= {"weight": weight, "zero_centered": bool(zero_centered_weight)}
     problem = Problem(direction, norm == "layer_norm", num_cols, dtype, layout, **tensors)
     return make_plan(problem, device, num_rows, **planned_with(launch_as, direction))
-
-
-def _check_int(name: str, given: object, least: int) -> None:
-    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-        is_short = isinstance(given, (str, numbers.Number))
-        found = repr(given) if is_short else arrays.type_in_words(given)
-        raise TypeError(f"{name} is {found}; expected an int")
-    if given < least:
-        raise ValueError(f"{name} is {given}; expected an int of {least} or more")
 
 
 def full_name(dtype: Any) -> Any:
@@ -176,7 +162,7 @@ def _named(option: str, name: object) -> Device:
     by_name = {each.lower(): device for each, device in DEVICES.items()}
     if not isinstance(name, str) or name.lower() not in by_name:
         others = "" if option.startswith("-") else ", a Device, or None for the current GPU"
-        raise ValueError(f"{option} is {name!r}; expected one of {', '.join(DEVICES)}{others}")
+        raise ValueError(f"{option} is {shown(name)}; expected one of {', '.join(DEVICES)}{others}")
     return by_name[name.lower()]
 
 
@@ -195,17 +181,21 @@ def use_tiles(path: str | Path | None) -> None:
     error bounds; their last bits may differ. Do not call it while another thread is in a call of
     this library. A captured CUDA graph and a recorded autograd graph keep their tiles.
 
-    Raises OSError if the file cannot be read, and ValueError, without a change, if it is no such
-    file.
+    Raises TypeError or ValueError, without a change, for what is no such file.
     """
     rows = None
     if path is not None:
+        if not isinstance(path, (str, Path)):
+            raise TypeError(f"path is {shown(path)}; expected that of a .csv, or None")
         path = Path(path)
         try:
             rows = read_rows(path)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OSError) as error:
             name = type(error).__name__
-            raise ValueError(f"{path} is no file of tiles: {name}: {error}") from error
+            raise ValueError(
+                f"path is {str(path)!r}, which is no file of tiles: {name}: {error}; expected one "
+                "that python -m cupynorm tune wrote"
+            ) from error
         if not rows:
             raise ValueError(f"{path} has no rows; expected those that tune writes")
     use_rows(rows, "" if path is None else path.name, present() or None)
@@ -247,6 +237,7 @@ def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
     add = parser.add_argument_group("the device and the choice").add_argument
     device = f"one of {', '.join(DEVICES)} (this GPU; without one, {WITHOUT_GPU})"
     add("--device", metavar="NAME", help=device)
+    add("--tiles", metavar="FILE", help="a file of tiles, as cupynorm.use_tiles reads it")
     add("--strategy", choices=tuple(STRATEGIES), help="by default the width of a row decides")
     add("--sm-margin", type=number, default=0, help="multiprocessors to leave free (0)")
     table = "print the widest row of each strategy instead"
@@ -264,6 +255,8 @@ def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> 
     if device is None:
         print(f"No GPU was found: planned for an {WITHOUT_GPU}. --device names another.\n")
         device = DEVICES[WITHOUT_GPU]
+    if arguments.tiles:
+        use_tiles(arguments.tiles)
     if arguments.table:
         print(strategy_table(device))
         return 0

@@ -64,17 +64,17 @@ _LARGEST_FLOAT32 = np.finfo(np.float32).max
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 
 
+@np.errstate(all="ignore")
 def encode(values: np.ndarray, name: str) -> np.ndarray:
     """The uint8 bit patterns of float32 or float64 `values` in format `name`, or int8."""
     if name == "int8":
         return np.rint(np.clip(np.where(np.isnan(values), 0, values), -128, 127)).astype(np.int8)
     mantissa, bias, largest = FORMATS[name]
-    with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs
-        values = np.asarray(values, dtype=np.float64)
-        size = np.where(np.isnan(values), 0.0, np.minimum(np.abs(values), largest))
-        # size = m * 2^exponent with 1 <= m < 2. Denormals have the spacing of the smallest normal.
-        exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, 1 - bias), 1 - bias)
-        steps = np.rint(np.ldexp(size, mantissa - exponent))
+    values = np.asarray(values, dtype=np.float64)
+    size = np.where(np.isnan(values), 0.0, np.minimum(np.abs(values), largest))
+    # size = m * 2^exponent with 1 <= m < 2. Denormals have the spacing of the smallest normal.
+    exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, 1 - bias), 1 - bias)
+    steps = np.rint(np.ldexp(size, mantissa - exponent))
     # Bit patterns of one sign are consecutive integers, so a carry increments the exponent.
     bits = steps.astype(np.int64) + ((exponent + bias - 1) << mantissa)
     bits |= np.signbit(values).astype(np.int64) << 7
@@ -107,12 +107,13 @@ def _values(name: str) -> np.ndarray:
 _VALUES = {name: _values(name) for name in FORMATS if name != "int8"}
 
 
+@np.errstate(all="ignore")
 def amax(values: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:
     """max |values| in float32. It is NaN if there is a NaN, and 0 without values."""
-    with np.errstate(over="ignore"):  # beyond float32 it is infinite
-        return np.max(np.abs(values), axis=axis, initial=0.0).astype(np.float32)
+    return np.max(np.abs(values), axis=axis, initial=0.0).astype(np.float32)
 
 
+@np.errstate(all="ignore")
 def scale_of(
     amax: np.ndarray,
     name: str,
@@ -129,27 +130,26 @@ def scale_of(
     smallest_amax, upper_bound: the limits of amax.
     """
     largest = np.float32(FORMATS[name].largest * 2.0**-margin)
-    with np.errstate(all="ignore"):
-        amax = np.asarray(amax, dtype=np.float32)
-        amax = np.where(amax < np.float32(smallest_amax), np.float32(smallest_amax), amax)
-        amax = np.minimum(amax, np.float32(upper_bound))
-        usable = np.isfinite(amax) & (amax >= _SMALLEST_NORMAL)
-        scale = np.divide(largest, amax, dtype=np.float32, where=usable, out=np.ones_like(amax))
-        scale = np.minimum(scale, _LARGEST_FLOAT32)
+    amax = np.asarray(amax, dtype=np.float32)
+    amax = np.where(amax < np.float32(smallest_amax), np.float32(smallest_amax), amax)
+    amax = np.minimum(amax, np.float32(upper_bound))
+    usable = np.isfinite(amax) & (amax >= _SMALLEST_NORMAL)
+    scale = np.divide(largest, amax, dtype=np.float32, where=usable, out=np.ones_like(amax))
+    scale = np.minimum(scale, _LARGEST_FLOAT32)
     if power_of_two:
         scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
     return scale
 
 
+@np.errstate(all="ignore")
 def _times(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The product in the dtype of the values, float32 or float64."""
-    with np.errstate(all="ignore"):
-        return values * np.asarray(scale).astype(values.dtype)
+    return values * np.asarray(scale).astype(values.dtype)
 
 
+@np.errstate(all="ignore")
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        return (np.float32(1) / scale).astype(np.float32)
+    return (np.float32(1) / scale).astype(np.float32)
 
 
 def quantize(
@@ -255,6 +255,7 @@ def arranged(scale_inv: np.ndarray, layout: str) -> np.ndarray:
     return columns
 
 
+@np.errstate(all="ignore")
 def dequantize(
     quantized: Quantized, name: str, block_size: int = 128, block_rows: int = 1
 ) -> np.ndarray:
@@ -263,12 +264,11 @@ def dequantize(
     block_size, block_rows: those of quantize_blocks.
     """
     data, scale_inv, _ = quantized
-    with np.errstate(all="ignore"):
-        factor = scale_inv.astype(np.float64)
-        if factor.ndim == 1:
-            factor = factor[:, None]
-        elif factor.ndim == 2:
-            factor = factor.repeat(block_size, axis=1).repeat(block_rows, axis=0)[
-                : data.shape[0], : data.shape[1]
-            ]
-        return decode(data, name) * factor
+    factor = scale_inv.astype(np.float64)
+    if factor.ndim == 1:
+        factor = factor[:, None]
+    elif factor.ndim == 2:
+        factor = factor.repeat(block_size, axis=1).repeat(block_rows, axis=0)[
+            : data.shape[0], : data.shape[1]
+        ]
+    return decode(data, name) * factor

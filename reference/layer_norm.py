@@ -70,6 +70,7 @@ def scale(weight: np.ndarray | None, zero_centered_weight: bool) -> np.ndarray |
     return 1.0 + weight if zero_centered_weight else weight
 
 
+@np.errstate(all="ignore")
 def layer_norm(
     x: np.ndarray,
     weight: np.ndarray | None = None,
@@ -87,18 +88,18 @@ def layer_norm(
     """
     x = np.asarray(x, dtype=np.float64)
     added = x if residual is None else x + residual
-    with np.errstate(all="ignore"):
-        mean = added.mean(axis=1)
-        # The mean is rounded, so the mean of the differences is subtracted too.
-        centered = added - mean[:, None]
-        rest = centered.mean(axis=1)
-        centered = centered - rest[:, None]
-        rstd = 1.0 / np.sqrt((centered**2).mean(axis=1) + eps)
-        x_hat = centered * rstd[:, None]
-        y = affine(round_x_hat(x_hat) if round_x_hat else x_hat, weight, bias, zero_centered_weight)
+    mean = added.mean(axis=1)
+    # The mean is rounded, so the mean of the differences is subtracted too.
+    centered = added - mean[:, None]
+    rest = centered.mean(axis=1)
+    centered = centered - rest[:, None]
+    rstd = 1.0 / np.sqrt((centered**2).mean(axis=1) + eps)
+    x_hat = centered * rstd[:, None]
+    y = affine(round_x_hat(x_hat) if round_x_hat else x_hat, weight, bias, zero_centered_weight)
     return Normalized(y, mean + rest, rstd, added)
 
 
+@np.errstate(all="ignore")
 def layer_norm_backward(
     dy: np.ndarray,
     x: np.ndarray,
@@ -115,12 +116,11 @@ def layer_norm_backward(
         rows: x_hat is (x - mean) * rstd.
     dsum: a gradient that is added to dx.
     """
-    with np.errstate(all="ignore"):
-        x_hat = (x - mean[:, None]) * rstd[:, None]
-        wdy = dy * scale(weight, zero_centered_weight)
-        mean_wdy = wdy.mean(axis=1, keepdims=True)
-        mean_wdy_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
-        dx = rstd[:, None] * (wdy - mean_wdy - x_hat * mean_wdy_x_hat)
-        if dsum is not None:
-            dx = dx + dsum
-        return Gradients(dx, (dy * x_hat).sum(axis=0), dy.sum(axis=0))
+    x_hat = (x - mean[:, None]) * rstd[:, None]
+    wdy = dy * scale(weight, zero_centered_weight)
+    mean_wdy = wdy.mean(axis=1, keepdims=True)
+    mean_wdy_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
+    dx = rstd[:, None] * (wdy - mean_wdy - x_hat * mean_wdy_x_hat)
+    if dsum is not None:
+        dx = dx + dsum
+    return Gradients(dx, (dy * x_hat).sum(axis=0), dy.sum(axis=0))

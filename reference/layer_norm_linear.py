@@ -70,6 +70,7 @@ class Folded(NamedTuple):
     bias: np.ndarray
 
 
+@np.errstate(all="ignore")
 def norm_linear(
     x: np.ndarray,
     norm_weight: np.ndarray | None,
@@ -91,11 +92,11 @@ def norm_linear(
     normalized, mean, rstd, added = norm(
         x, norm_weight, norm_bias, eps, residual=residual, zero_centered_weight=zero_centered_weight
     )
-    with np.errstate(all="ignore"):
-        y = normalized @ weight.T + (0.0 if bias is None else bias)
+    y = normalized @ weight.T + (0.0 if bias is None else bias)
     return Projected(y, normalized, mean, rstd, added)
 
 
+@np.errstate(all="ignore")
 def norm_linear_backward(
     dy: np.ndarray,
     x: np.ndarray,
@@ -114,18 +115,17 @@ def norm_linear_backward(
     x: the `sum` that norm_linear returned. mean (None: RMSNorm), rstd: as it returned them.
     dnormalized, dsum: the gradients of the other results, as x.
     """
-    with np.errstate(all="ignore"):
-        x_hat = (x if mean is None else x - mean[:, None]) * rstd[:, None]
-        normalized = x_hat * scale(norm_weight, zero_centered_weight) + (
-            0.0 if norm_bias is None else norm_bias
-        )
-        reaches_norm = dy @ weight + (0.0 if dnormalized is None else dnormalized)
-        options = {"zero_centered_weight": zero_centered_weight, "dsum": dsum}
-        if mean is None:
-            of_norm = rms_norm_backward(reaches_norm, x, rstd, norm_weight, **options)
-        else:
-            of_norm = layer_norm_backward(reaches_norm, x, mean, rstd, norm_weight, **options)
-        return ProjectedGradients(*of_norm, dy.T @ normalized, dy.sum(axis=0))
+    x_hat = (x if mean is None else x - mean[:, None]) * rstd[:, None]
+    normalized = x_hat * scale(norm_weight, zero_centered_weight) + (
+        0.0 if norm_bias is None else norm_bias
+    )
+    reaches_norm = dy @ weight + (0.0 if dnormalized is None else dnormalized)
+    options = {"zero_centered_weight": zero_centered_weight, "dsum": dsum}
+    if mean is None:
+        of_norm = rms_norm_backward(reaches_norm, x, rstd, norm_weight, **options)
+    else:
+        of_norm = layer_norm_backward(reaches_norm, x, mean, rstd, norm_weight, **options)
+    return ProjectedGradients(*of_norm, dy.T @ normalized, dy.sum(axis=0))
 
 
 def fold(

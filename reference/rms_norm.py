@@ -21,6 +21,7 @@ import numpy as np
 from .layer_norm import Gradients, Normalized, affine, scale
 
 
+@np.errstate(all="ignore")
 def rms_norm(
     x: np.ndarray,
     weight: np.ndarray | None = None,
@@ -38,13 +39,13 @@ def rms_norm(
     """
     x = np.asarray(x, dtype=np.float64)
     added = x if residual is None else x + residual
-    with np.errstate(all="ignore"):
-        rstd = 1.0 / np.sqrt((added**2).mean(axis=1) + eps)
-        x_hat = added * rstd[:, None]
-        y = affine(round_x_hat(x_hat) if round_x_hat else x_hat, weight, bias, zero_centered_weight)
+    rstd = 1.0 / np.sqrt((added**2).mean(axis=1) + eps)
+    x_hat = added * rstd[:, None]
+    y = affine(round_x_hat(x_hat) if round_x_hat else x_hat, weight, bias, zero_centered_weight)
     return Normalized(y, None, rstd, added)
 
 
+@np.errstate(all="ignore")
 def rms_norm_backward(
     dy: np.ndarray,
     x: np.ndarray,
@@ -58,11 +59,10 @@ def rms_norm_backward(
 
     x: the `sum` that rms_norm returned. rstd: as it returned it. dsum: a gradient added to dx.
     """
-    with np.errstate(all="ignore"):
-        x_hat = x * rstd[:, None]
-        wdy = dy * scale(weight, zero_centered_weight)
-        mean_wdy_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
-        dx = rstd[:, None] * (wdy - x_hat * mean_wdy_x_hat)
-        if dsum is not None:
-            dx = dx + dsum
-        return Gradients(dx, (dy * x_hat).sum(axis=0), dy.sum(axis=0))
+    x_hat = x * rstd[:, None]
+    wdy = dy * scale(weight, zero_centered_weight)
+    mean_wdy_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
+    dx = rstd[:, None] * (wdy - x_hat * mean_wdy_x_hat)
+    if dsum is not None:
+        dx = dx + dsum
+    return Gradients(dx, (dy * x_hat).sum(axis=0), dy.sum(axis=0))

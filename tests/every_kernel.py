@@ -3,18 +3,15 @@
     compute-sanitizer --tool memcheck python tests/every_kernel.py
 
 The other tools are racecheck, initcheck and synccheck. Exits with 1 if a result is wrong.
-sanitize.py runs it in several processes.
+--part shares the steps out to several processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,39 +163,21 @@ def _run_scales(num_steps: int, where: GpuCheckMachine) -> list[Finding]:
     return judge_scales(*run_scales(num_steps, where))
 
 
-def is_mine(claims: Path | None, number: int) -> bool:
-    """Whether no other process has claimed this step in the folder that they share."""
-    if claims is None:
-        return True
-    try:
-        (claims / str(number)).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="steps whose names have this text")
-    parser.add_argument("--claims", type=Path, help="a folder of processes that share the steps")
     parser.add_argument(
-        "--until", type=float, default=math.inf, help="no other step begins after it"
+        "--part", default="1/1", help="of the steps, as 3/16: for several processes"
     )
     asked = parser.parse_args(arguments)
+    part, num_parts = map(int, asked.part.split("/"))
     where = WholeUnits() if nvrtc.has_gpu() else CpuMachine()
-    result, num_steps = CheckResult(), 0
-    for number, step in enumerate(chosen(asked.only)):
-        is_time = time.time() < asked.until or not num_steps
-        if is_time and is_mine(asked.claims, number):
-            print(f"begin {number}", flush=True)
-            found = step.run(where)
-            print(f"end {number}", *(each for each in found if not each.ok), flush=True)
-            result.findings += found
-            num_steps += 1
-    if num_steps:
-        print(result)
-    print(f"{num_steps} steps ran")
-    return 0 if result.num_off == 0 else 1
+    result, own = CheckResult(), chosen(asked.only)[part - 1 :: num_parts]
+    for number, step in enumerate(own, 1):
+        print(f"{number} of {len(own)}: {step.name}", flush=True)
+        result.findings += step.run(where)
+    print(result)
+    return 0 if own and result.num_off == 0 else 1
 
 
 if __name__ == "__main__":

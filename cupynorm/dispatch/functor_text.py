@@ -8,7 +8,7 @@ text depends only on the user's lines. functor.cuh says how kernels use them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from numbers import Integral, Number
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dtypes import DTYPES
+from ..options import check_int, check_real, sequence, shown
 
 ROLES = {"load": "x", "store": "y"}  # what each applies its lines to
 MOST = 8  # arrays, numbers, seeds and functors of a role: their words fit those of gpu/launch.py
@@ -82,12 +83,12 @@ class Functor:
             if values.get(name) is None:
                 raise TypeError(f"{self.name} was given no {name}; expected {expected}")
         for name in self.numbers:
-            if isinstance(values[name], bool) or not isinstance(values[name], (int, float)):
-                raise TypeError(f"{name} of {self.name} is {values[name]!r}; expected a number")
+            if values[name].__class__ is not float:  # a NaN is a number here
+                values[name] = check_real(f"{name} of {self.name}", values[name], "a number")
         return BoundFunctor(
             self,
             tuple([values[name] for name in self.arrays]),
-            tuple([float(values[name]) for name in self.numbers]),
+            tuple([values[name] for name in self.numbers]),
             tuple([_seed(values.get(name), name, self.name) for name in self.seeds]),
         )
 
@@ -279,16 +280,20 @@ def functor(
     """
     kinds = {"arrays": arrays, "numbers": numbers, "seeds": seeds, "per_row": per_row}
     for kind, names in kinds.items():
-        if isinstance(names, str) or not isinstance(names, Iterable):
+        if isinstance(names, str):
             raise TypeError(f"{kind} is {names!r}; expected a sequence of names, as ({names!r},)")
+        kinds[kind] = sequence(kind, names)
     for kind, function in (("reference", reference), ("torch", torch)):
         if function is not None and not callable(function):
             expected = "NumPy arrays" if kind == "reference" else "torch tensors"
             raise TypeError(f"{kind} is {function!r}; expected a function of {expected}")
-    arrays, numbers, seeds, per_row = map(tuple, kinds.values())
-    for each in (name, *arrays, *numbers, *seeds):
+    check_int("multiple_of", multiple_of, 1)
+    arrays, numbers, seeds, per_row = kinds.values()
+    for each in (name, *arrays, *numbers, *seeds, *per_row):
         if not isinstance(each, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", each):
-            raise ValueError(f"{each!r} names a functor, array or number; expected an identifier")
+            raise ValueError(
+                f"{shown(each)} names a functor, array or number; expected an identifier"
+            )
     names = (*arrays, *numbers, *seeds, *(f"d{each}" for each in arrays))
     taken = sorted(set(names) & _OWN_NAMES)
     if taken or len(set(names)) < len(names):
@@ -312,7 +317,12 @@ def functor(
 
 def _text_of(lines: str | Path | None, name: str) -> str | None:
     if isinstance(lines, Path):
-        return lines.read_text(encoding="utf-8")
+        try:
+            return lines.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"functor {name} has lines in {lines}; expected a file of text: {error}"
+            ) from error
     if lines is None or isinstance(lines, str):
         return lines
     raise TypeError(
@@ -397,48 +407,34 @@ def struct_name(functor: Functor, backward: bool, position: int = 0) -> str:
 @cache
 def struct_text(functor: Functor, backward: bool = False, position: int = 0) -> str:
     """The struct template of a functor's lines: what functor.cuh calls `apply`."""
-    role, arrays, numbers = functor.role, functor.arrays, functor.numbers
-    value = ROLES[role]
+    value, arrays, numbers = ROLES[functor.role], functor.arrays, functor.numbers
     indices = range(len(arrays))
     types = ["class C", *(f"class Array{at}" for at in indices)]
     members = [f"Array{at} array{at}" for at in indices]
     members += [f"const long long* seed{at}" for at in range(len(functor.seeds))]
     members += [f"double number{at}" for at in range(len(numbers))]
     members.append("long long all_cols")
-    others = ["class At"]
-    takes = [f"C {value}" if backward else f"C& {value}"]
-    gives = ["values[at]"]
+    # What the lines take, and what they are given.
+    pairs = [(f"C {value}" if backward else f"C& {value}", "values[at]")]
+    pairs += [(f"C& d{value}", "gradients[at]")] * backward
+    for at, name in enumerate(arrays):
+        pairs.append((f"C {name}", f"read{at}[at]"))
+        pairs += [(f"C& d{name}", f"made{at}[at]")] * backward
+    pairs += [(f"const long long {name}", f"*seed{at}") for at, name in enumerate(functor.seeds)]
+    pairs += [(f"const C {name}", f"static_cast<C>(number{at})") for at, name in enumerate(numbers)]
+    pairs += [("const long long row", "row"), ("const long long col", "(col & -pack_size) | at")]
+    pairs += [("const long long num_cols", "all_cols"), (f"const At& {value}_at", "other")]
+    others, arguments = ["class At"], ["long long row", "long long col"]
+    arguments.append("const " * backward + "C (&values)[pack_size]")
+    arguments += ["C (&gradients)[pack_size]"] * backward + ["const At& other"]
     if backward:
         types += [f"class Gradient{at}" for at in indices]
         members += [f"Gradient{at}* gradient{at}" for at in indices]
         others.append("class GradientAt")
-        takes.append(f"C& d{value}")
-        gives.append("gradients[at]")
-    for at, name in enumerate(arrays):
-        takes.append(f"C {name}")
-        gives.append(f"read{at}[at]")
-        if backward:
-            takes.append(f"C& d{name}")
-            gives.append(f"made{at}[at]")
-    for at, name in enumerate(functor.seeds):
-        takes.append(f"const long long {name}")
-        gives.append(f"*seed{at}")
-    for at, name in enumerate(numbers):
-        takes.append(f"const C {name}")
-        gives.append(f"static_cast<C>(number{at})")
-    takes += ["const long long row", "const long long col", "const long long num_cols"]
-    gives += ["row", "(col & -pack_size) | at", "all_cols"]
-    takes.append(f"const At& {value}_at")
-    gives.append("other")
-    arguments = ["long long row", "long long col", "C (&values)[pack_size]"]
-    if backward:
-        has_other = role == "store"
-        takes.append("const GradientAt&" + f" d{value}_at" * has_other)
-        gives.append("other_gradient")
-        arguments[-1] = "const C (&values)[pack_size]"
-        arguments.append("C (&gradients)[pack_size]")
-    arguments.append("const At& other")
-    arguments += ["const GradientAt& other_gradient"] * backward
+        at_other = f" d{value}_at" * (functor.role == "store")
+        pairs.append((f"const GradientAt&{at_other}", "other_gradient"))
+        arguments.append("const GradientAt& other_gradient")
+    takes, gives = zip(*pairs)
     origin = (functor.origin or functor.name) + ", backward" * backward
     origin = origin.replace("\\", "\\\\").replace('"', '\\"')
     reads = [

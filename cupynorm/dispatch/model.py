@@ -543,25 +543,20 @@ def _misfits(problem: Problem, strategy: str, tile: Tile, device: Device) -> Ite
     threads, rows, num_cols = tile.threads_per_row, tile.rows_per_block, problem.num_cols
     packs, stages, backward = tile.packs_per_thread, tile.stages, not problem.forward
     is_power_of_two = {1 << bit for bit in range(10)}.__contains__
-    if not is_power_of_two(tile.pack_size) or tile.pack_size > problem.layout.pack_limit:
+    limit, of_row = problem.layout.pack_limit, f"has threads_per_row {threads}"
+    if not is_power_of_two(tile.pack_size) or tile.pack_size > limit:
         yield (
-            f"has pack_size {tile.pack_size}; expected a power of two up to "
-            f"{problem.layout.pack_limit}, which num_cols {num_cols} and the alignment of "
-            "the arrays allow"
+            f"has pack_size {tile.pack_size}; expected a power of two up to {limit}, which "
+            f"num_cols {num_cols} and the alignment of the arrays allow"
         )
-    of_row = f"has threads_per_row {threads}"
     if threads < 1 or rows < 1 or tile.block_size > 1024 or tile.block_size % 32:
-        yield (
-            f"{of_row} and rows_per_block {rows}; "
-            "expected a product that is a multiple of 32 up to 1024"
-        )
+        expected = "a product that is a multiple of 32 up to 1024"
+        yield f"{of_row} and rows_per_block {rows}; expected {expected}"
     if strategy == "warp" and (threads > 32 or not is_power_of_two(threads)):
         yield f"{of_row}; expected a power of two up to 32 for strategy 'warp'"
     if strategy != "warp" and not stages and rows != 1:
-        yield (
-            f"has rows_per_block {rows}; "
-            f"expected 1: without stages strategy {strategy!r} works on one row a block"
-        )
+        why = f"without stages strategy {strategy!r} works on one row a block"
+        yield f"has rows_per_block {rows}; expected 1: {why}"
     blocks = f"has cluster_size {tile.cluster_size}; expected"
     if strategy == "cluster" and tile.cluster_size not in dict(device.clusters):
         sizes = ", ".join(str(size) for size, _ in device.clusters)
@@ -573,17 +568,14 @@ def _misfits(problem: Problem, strategy: str, tile: Tile, device: Device) -> Ite
     in_registers = in_registers or tile.path not in ("smem", "uncached")
     slice_cols = cols_of_slice(problem, tile)
     if in_registers and tile.cols < slice_cols:
-        yield (
-            f"holds {tile.cols} columns (pack_size {tile.pack_size} x threads_per_row {threads} x "
-            f"packs_per_thread {packs}); expected {slice_cols} or more"
-            + " for each block"
-            * (strategy == "cluster")
+        counts = (
+            f"pack_size {tile.pack_size} x threads_per_row {threads} x packs_per_thread {packs}"
         )
+        each = " for each block" * (strategy == "cluster")
+        yield f"holds {tile.cols} columns ({counts}); expected {slice_cols} or more{each}"
     if in_registers and tile.cols - tile.pack_size * threads >= max(slice_cols, 1):
-        yield (
-            f"has packs_per_thread {packs}; expected fewer: the last pack "
-            f"of every thread is beyond the {slice_cols} columns of its block"
-        )
+        why = f"the last pack of every thread is beyond the {slice_cols} columns of its block"
+        yield f"has packs_per_thread {packs}; expected fewer: {why}"
     if in_registers and tile.elements > 256:
         kept = f"keeps {tile.elements} elements in each thread"
         yield f"{kept}; expected fewer than its 255 registers"
@@ -591,10 +583,8 @@ def _misfits(problem: Problem, strategy: str, tile: Tile, device: Device) -> Ite
         yield f"has packs_per_thread {packs}; expected 0: here the row is not kept in registers"
     fills = tile.cols * tile.cluster_size == num_cols and in_registers
     if tile.exact not in (0, 1) or (tile.exact and not fills):
-        yield (
-            f"has exact {tile.exact}; expected 1 for a row that fills the {tile.cols} "
-            "columns of the registers, else 0"
-        )
+        why = f"for a row that fills the {tile.cols} columns of the registers"
+        yield f"has exact {tile.exact}; expected 1 {why}, else 0"
     if tile.blocks_per_sm < 1 or tile.blocks_per_sm * tile.block_size > device.threads_per_sm:
         yield (
             f"has blocks_per_sm {tile.blocks_per_sm} and blocks of {tile.block_size} threads; "
@@ -610,9 +600,8 @@ def _misfits(problem: Problem, strategy: str, tile: Tile, device: Device) -> Ite
     bundled, groups = tile.path == "bundle", 32 // min(threads, 32)
     if bundled and (tile.bundle < 1 or tile.bundle % groups or stages < 1 or strategy != "warp"):
         yield (
-            f"has bundle {tile.bundle} and stages {stages}; bundles belong to strategy "
-            f"'warp', with stages, and with threads_per_row {threads} "
-            f"have a multiple of {groups} rows"
+            f"has bundle {tile.bundle} and stages {stages}; bundles belong to strategy 'warp', "
+            f"with stages, and with threads_per_row {threads} have a multiple of {groups} rows"
         )
     if bundled and not can_bundle(problem, device):
         yield (
@@ -629,17 +618,13 @@ def _misfits(problem: Problem, strategy: str, tile: Tile, device: Device) -> Ite
         )
     if tile.path == "ring" and not can_ring(problem, device):
         yield (
-            f"has stages {stages}; a ring needs float32 arithmetic, sm_90 or later for "
-            "the copy engine, no residual of another dtype, and no functor that acts on x, nor "
-            "backward on y"
+            f"has stages {stages}; a ring needs float32 arithmetic, sm_90 or later for the copy "
+            "engine, no residual of another dtype, and no functor on x, nor backward on y"
         )
     yield from _misfits_of_path(strategy, tile)
-    smem_bytes = smem_bytes_of(problem, tile, strategy)
-    if smem_bytes > device.smem_per_block:
-        yield (
-            f"needs {smem_bytes} bytes of shared memory a block, "
-            f"{device.name} has {device.smem_per_block}"
-        )
+    smem_bytes, most = smem_bytes_of(problem, tile, strategy), device.smem_per_block
+    if smem_bytes > most:
+        yield f"needs {smem_bytes} bytes of shared memory a block, {device.name} has {most}"
 
 
 def _misfits_of_path(strategy: str, tile: Tile) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..options import check_choice
 from .devices import Device
 from .model import (
     ENOUGH_BYTES,
@@ -151,20 +152,14 @@ StatisticsName = Literal["two_pass", "welford"]
 STATISTICS = get_args(StatisticsName)
 
 
-def check_choice(strategy: str | None, statistics: str | None, tile: object = None) -> None:
+def check_strategy(strategy: str | None, statistics: str | None, tile: object = None) -> None:
     """Raises ValueError for an unknown strategy or statistics, and for a tile without a strategy.
 
     None: the width decides.
     """
-    for name, given, known in (
-        ("strategy", strategy, STRATEGIES),
-        ("statistics", statistics, STATISTICS),
-    ):
-        if given is not None and given not in list(known):
-            raise ValueError(
-                f"{name} is {given!r}; expected one of {', '.join(known)}, "
-                "or None to let the width decide"
-            )
+    more = " to let the width decide"
+    check_choice("strategy", strategy, (*STRATEGIES, None), more)
+    check_choice("statistics", statistics, (*STATISTICS, None), more)
     if tile is not None and strategy is None:
         raise ValueError(
             "tile is given without strategy; expected the strategy that it belongs to as well"

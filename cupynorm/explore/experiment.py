@@ -123,7 +123,10 @@ class Experiment:
         if self.changed.result is not None and not self.changed.ok:
             parts.append(str(self.changed.result))
         if not self.shipped.registers:
-            parts.append("With NVRTC (pip install nvidia-cuda-nvrtc) there are rows of registers.")
+            parts.append(
+                "With NVRTC (pip install nvidia-cuda-nvrtc) there are rows of registers, spilled "
+                "bytes and instructions."
+            )
         return parts
 
     def __str__(self) -> str:

@@ -205,16 +205,23 @@ class Explanation:
         if not self.plan.launches:
             return f"{title}\n\nNothing is launched: there is nothing to compute."
         parts = [title, as_text(self.choice()), f"path: {self.path()}"]
-        parts += [as_text(self.kernels()), as_text(self.traffic()), self.speed(), self.header]
-        return "\n\n".join(parts)
+        parts += [as_text(self.kernels()), *self._without_nvrtc(), as_text(self.traffic())]
+        return "\n\n".join([*parts, self.speed(), self.header])
 
     __repr__ = __str__
+
+    def _without_nvrtc(self) -> list[str]:
+        """What is not known without the compiler for the GPU."""
+        if all(each.registers is not None for each in self.occupancies):
+            return []
+        install = "With NVRTC (pip install nvidia-cuda-nvrtc) registers and spills are shown; "
+        return [f"{install}without it they do not count in warps resident and limit."]
 
     def _repr_html_(self) -> str:
         if not self.plan.launches:
             return f"<p>{self}</p>"
         parts = [as_html(self.choice()), as_html(self.kernels()), as_html(self.traffic())]
-        parts.append(f"<p>{self.speed()}</p>")
+        parts += [f"<p>{each}</p>" for each in (*self._without_nvrtc(), self.speed())]
         if self.plan.device.name in _PEAKS:
             parts.append(drawn(self.roofline))
         try:

@@ -26,6 +26,7 @@ from ..norm.request import tile_of
 from ..plans import full_name, plan
 from ..table import as_html, as_text
 from ..verify.cases import Case, random_problem
+from ..verify.check import check_seed
 from ..verify.check_functor import Given, random_functor_problem, run_with_functor, with_kinds
 from ..verify.kernels import CpuMachine, run_kernels
 from .experiment import Changes, changed_sources
@@ -439,6 +440,7 @@ def trace(
     Returns a Trace. Raises ValueError for unknown names and for changes, a strategy or a tile that
     do not fit, NoCompilerError without a C++ compiler, OnCpuError where too much happened.
     """
+    check_seed(seed)
     dtype = full_name(dtype)
     chosen = {"strategy": strategy, "tile": tile_of(tile), "statistics": statistics}
     options = {"norm": norm, "direction": direction, "residual": residual, **chosen}

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..dispatch.problem import OperandLayout
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S, decode, encode
+from ..options import type_in_words
 from . import launch, nvrtc
 
 
@@ -102,7 +103,7 @@ def extent(view: View) -> tuple[int, int]:
     low = high = view.pointer
     if 0 in view.shape:
         return low, high
-    itemsize = DTYPES[view.dtype].itemsize
+    itemsize = 8 if view.dtype == "int64" else DTYPES[view.dtype].itemsize  # of seeds
     for size, stride in zip(view.shape, view.strides):
         if stride > 0:
             high += (size - 1) * stride * itemsize
@@ -284,13 +285,6 @@ def on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) or (is_torch(array) and array.device.type == "cpu")
 
 
-def type_in_words(value: object) -> str:
-    """The type of a value, for error messages: "a list", "an int", "None"."""
-    name = type(value).__name__
-    article = "an" if name.lower().startswith((*"aeio", "nd")) else "a"  # ndarray: n-d
-    return "None" if value is None else f"{article} {name}"
-
-
 def take(array: Any, name: str) -> object:
     """A CuPy, torch or NumPy array unchanged, another as a CuPy array that shares its memory.
 
@@ -405,6 +399,8 @@ def from_float64(values: np.ndarray, dtype: str, like: Any) -> Any:
     # Not ascontiguousarray, which makes a scalar one-dimensional.
     raw = encode(np.asarray(values, order="C"), dtype)
     if is_torch(like):
+        if not raw.size:  # NumPy's strides would be 0
+            return _torch.empty(raw.shape, dtype=getattr(_torch, dtype))
         tensor = _torch.from_numpy(raw.view(np.int16) if dtype == "bfloat16" else raw)
         return tensor.view(_torch.bfloat16) if dtype == "bfloat16" else tensor
     return raw.view(_numpy_dtype(dtype)) if dtype == "bfloat16" else raw

@@ -173,7 +173,9 @@ def environment() -> dict[str, str | None]:
         runtime = cupy().cuda.runtime
         name = runtime.getDeviceProperties(runtime.getDevice())["name"]
         versions["gpu"] = name.decode() if isinstance(name, bytes) else name
-        versions["driver"] = _driver()
+        with contextlib.suppress(OSError, TypeError):  # not Linux, or another format
+            text = Path("/proc/driver/nvidia/version").read_text()
+            versions["driver"] = re.search(r"\d+\.\d+(\.\d+)?", text)[0]
     import importlib.metadata  # takes a tenth of the time of importing all of the package
 
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -185,15 +187,6 @@ def environment() -> dict[str, str | None]:
         "cupynorm": __version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _driver() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-        return re.search(r"\d+\.\d+(\.\d+)?", text)[0]
-    except (OSError, TypeError):  # not Linux, or another format
-        number = cupy().cuda.runtime.driverGetVersion()
-        return f"for CUDA {number // 1000}.{number % 1000 // 10}"
 
 
 def function(kernel: Kernel, folder: Path | None = None):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn import modes, quantization, scales
-from ..nn.modes import name_of
 from ..nn.quantization import Factor
 from ..nn.scales import Scales
 from ..norm.quantized import QuantizedTensor
@@ -103,27 +102,13 @@ class Quantizers:
         """Whether bfloat16 holds the values of blocks: whether their scales are powers of two."""
         return not self.in_blocks or self.recipe.power_of_two
 
-    def transposed_weight(self, data: Tensor, scale_inv: Tensor) -> Factor:
-        """What a weight's transposed copy and its scales mean."""
-        if isinstance(self.recipe, BlockScaling):
-            return Factor(data, scale_inv, BLOCK_SIZE)
-        return Factor(data, scale_inv)
-
     def of_normalized(
         self, *, transpose: bool
     ) -> tuple[Quantization, Tensor | None, Tensor | None]:
         """How the norm's kernel quantises the normalised tensor, and its scale and amax if they are
         given; not for scales of blocks."""
-        quantization = Quantization(name_of(self.dtype("input")), transpose=transpose)
-        delayed, recipe = self.delayed("input"), self.recipe
-        if delayed is not None:
-            return quantization, *delayed
-        quantization = quantization._replace(
-            scaling="tensor",
-            power_of_two=recipe.power_of_two,
-            smallest_amax=recipe.amax_epsilon,
-        )
-        return quantization, None, None
+        how = quantization.quantization_of(self.recipe, transpose=transpose)
+        return how, *(self.delayed("input") or (None, None))
 
     def quantize(self, name: str, x: Tensor, *, transpose: bool = False) -> QuantizedTensor:
         """A matrix in 8-bit floats. Its amax is recorded where the step is."""
@@ -243,15 +228,11 @@ class LinearState(scales.Fp8State):
         quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
         if isinstance(recipe, DelayedScaling) and scales.runs:
             quantizers.forward_scale = scales.kept(quantizers.states["forward"].scale.clone)
-        if keeps:
-            self._use_scales(region, recipe)
-        return quantizers
-
-    def _use_scales(self, region: scales.Region, recipe: Recipe) -> None:
-        if isinstance(recipe, DelayedScaling):
+        if keeps and isinstance(recipe, DelayedScaling):
             for name, at in (("forward", 0), ("backward", scales.OF_BACKWARD)):
                 used = scales.UsedScales(self.scales[name], recipe, region.group)
                 region.used[self.slot, at] = used
+        return quantizers
 
     def quantized_weight(
         self,

@@ -20,6 +20,7 @@ from ..gpu import arrays
 from ..nn import by_torch, modes, scales
 from ..nn.modes import product_dtype
 from ..norm.quantized import QuantizedTensor
+from ..options import check_flags, check_int, shown
 from ..recipes import DelayedScaling
 from . import parameters
 from .fp8_products import LinearState, as_matrix, fits
@@ -90,6 +91,10 @@ class LinearLayer(scales.KeepsScales):
 
         region: of _region(), which must be asked once in each call.
         """
+        if not (fp8_output is fp8_grad is False or modes.is_jit_traced()):
+            check_flags(fp8_output=fp8_output, fp8_grad=fp8_grad)
+        if is_first_microbatch is not None:
+            check_flags(is_first_microbatch=is_first_microbatch)
         self._gradients.begin(self)
         if region is not None:
             scales.check_checkpoint(region)
@@ -165,28 +170,34 @@ class LinearLayer(scales.KeepsScales):
 
     def _check_in_fp8(self, operands: Operands, options: LinearOptions) -> None:
         """Raises for a call that cannot be in 8 bits, before it changes any scale."""
-        _refuse_transforms(operands)
-        if operands.input.is_nested:
-            raise NotImplementedError(
-                "input is nested inside fp8_autocast; expected input.values(), its rows"
-            )
-        if modes.is_recorded():
-            raise NotImplementedError(
-                "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "
-                "it outside"
-            )
-        if not by_torch.is_any_dtensor(operands.input):
-            arrays.check_addresses(input=operands.input)  # also refuses sparse ones
+        tensors = operands.all()
+        for what, is_asked in (
+            ("torch.jit.trace was asked to record", modes.is_jit_traced()),
+            ("torch.export or make_fx was asked to record", modes.is_recorded()),
+            (
+                "torch.func or forward mode was asked to transform",
+                modes.has_functorch_transforms() or modes.have_tangents(tensors),
+            ),
+        ):
+            if is_asked:
+                raise NotImplementedError(
+                    f"{what} a layer inside fp8_autocast; expected it outside"
+                )
+        for what, is_given, expected in (
+            ("a DTensor", by_torch.is_any_dtensor(*tensors), "to_local()"),
+            ("a nested tensor", operands.input.is_nested, "input.values(), its rows"),
+        ):
+            if is_given:
+                raise NotImplementedError(
+                    f"{what} was given to a linear layer inside fp8_autocast; expected {expected}"
+                )
+        arrays.check_addresses(input=operands.input)  # also refuses sparse ones
         if is_fused(self.fused):
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if operands.input.dtype == torch.float64:
             raise TypeError(
                 "input is of dtype float64 inside fp8_autocast; "
                 "expected float16, bfloat16 or float32"
-            )
-        if by_torch.is_any_dtensor(*operands.all()):
-            raise NotImplementedError(
-                "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
         check_call(operands, options)
 
@@ -254,18 +265,6 @@ class LinearLayer(scales.KeepsScales):
         parameters.join_parts(self)
 
 
-def _refuse_transforms(operands: Operands) -> None:
-    if modes.is_jit_traced():
-        raise NotImplementedError(
-            "torch.jit.trace was asked to record a layer inside fp8_autocast; expected it outside"
-        )
-    if modes.has_functorch_transforms() or modes.have_tangents(operands.all()):
-        raise NotImplementedError(
-            "torch.func or forward mode was asked to transform a layer inside fp8_autocast; "
-            "expected it outside"
-        )
-
-
 class Linear(LinearLayer, torch.nn.Linear):
     """torch.nn.Linear, which multiplies in 8-bit floats inside of cupynorm.fp8_autocast.
 
@@ -317,12 +316,18 @@ class Linear(LinearLayer, torch.nn.Linear):
         fp8_state: bool = False,
     ) -> None:
         if not isinstance(bias, bool):
-            raise TypeError(f"bias is {bias!r}; expected True or False: the arguments are torch's")
+            given = shown(bias)
+            raise TypeError(f"bias is {given}; expected True or False: the arguments are torch's")
         if isinstance(device, bool):
             raise TypeError(
                 f"device is {device}; the order of the arguments is torch.nn's: in_features, "
                 "out_features, bias, device, dtype. Give TransformerEngine's others by keyword"
             )
+        flags = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "fp8_state": fp8_state}
+        check_flags(delay_wgrad_compute=delay_wgrad_compute, **flags)
+        modes.check_placement(device, dtype)
+        in_features = check_int("in_features", in_features)
+        out_features = check_int("out_features", out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -362,13 +367,16 @@ class Linear(LinearLayer, torch.nn.Linear):
         if isinstance(input, QuantizedTensor):
             quantized, input = _unpacked(input, region)
         self._check_input(input)
-        is_torchs = region is None and not (
-            fp8_output or fp8_grad or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        )
-        if is_torchs:
-            return functional.linear(input, self.weight, self.bias)
+        operands = Operands(input, None, None, None, self.weights(), self.biases())
+        is_plain = fp8_output is fp8_grad is False and is_first_microbatch is None
+        if is_plain and region is None and not self._gradients.has_sink(self):
+            try:
+                return functional.linear(input, self.weight, self.bias)
+            except RuntimeError:
+                check_call(operands, self.linear_options(input.dtype))
+                raise
         y, _ = self._call(
-            Operands(input, None, None, None, self.weights(), self.biases()),
+            operands,
             region,
             is_first_microbatch,
             fp8_output=fp8_output,

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dtypes import DTYPES
 from ..gpu import arrays
 from ..nn import quantization
-from ..nn.modes import name_of, outside_autocast
+from ..nn.modes import SUPPORTED, name_of, outside_autocast
 from ..norm import checks, quantized
 from ..norm.request import Array, Launch
+from ..options import check_choice
 
 FUSED = (None, "plain", "kernel")
 
@@ -32,13 +32,11 @@ def check_fused(fused: object, **wants_normalized: bool) -> None:
 
     wants_normalized: an option by name, and whether it asks for the normalised tensor.
     """
-    if fused == "fold":
+    if isinstance(fused, str) and fused == "fold":
         raise ValueError(
             "fused is 'fold', which was removed; expected None or 'plain', which are faster"
         )
-    if fused not in FUSED:
-        *others, last = map(repr, FUSED)
-        raise ValueError(f"fused is {fused!r}; expected {', '.join(others)} or {last}")
+    check_choice("fused", fused, FUSED)
     for name, is_given in wants_normalized.items():
         if is_given and is_fused(fused):
             raise ValueError(
@@ -140,23 +138,21 @@ def fits(operands: Operands) -> bool:
     """
     input, _, norm_weight, norm_bias, weights, biases = operands
     try:
-        in_features, dtype, device = input.shape[-1], input.dtype, input.device
-        for at, weight in enumerate(weights):
-            num_rows, num_cols = weight.shape
-            if num_cols != in_features or weight.dtype != dtype or weight.device != device:
+        cols, dtype, device = input.shape[-1:], input.dtype, input.device
+        for each in (*weights, *biases):
+            if each.dtype != dtype or each.device != device:
                 return False
-            if biases:
-                bias = biases[at]
-                if bias.shape != (num_rows,) or bias.dtype != dtype or bias.device != device:
-                    return False
         for parameter in (norm_weight, norm_bias):
             if parameter is not None:
-                if parameter.shape != (in_features,) or parameter.device != device:
+                is_there = parameter.shape == cols and parameter.device == device
+                if not is_there or parameter.dtype not in SUPPORTED:
                     return False
-                if arrays.dtype_name(parameter) not in DTYPES:
-                    return False
-        return arrays.dtype_name(input) in DTYPES
-    except (AttributeError, IndexError, ValueError):
+        shapes = [each.shape for each in weights]
+        are_matrices = all([len(shape) == 2 and shape[1:] == cols for shape in shapes])
+        of_biases = [each.shape for each in biases]
+        is_right = not biases or of_biases == [shape[:1] for shape in shapes]
+        return are_matrices and is_right and dtype in SUPPORTED
+    except (AttributeError, IndexError, TypeError, ValueError):
         return False
 
 
@@ -164,7 +160,7 @@ def _check_parameter(
     parameter: Any, name: str, input: Array, shape: Sequence[int] | None = None
 ) -> None:
     """Raises unless it is an array where input is, and of a shape if one is given."""
-    if not hasattr(parameter, "shape"):
+    if not hasattr(parameter, "__dlpack__") or isinstance(parameter, type):
         kind = arrays.type_in_words(parameter)
         raise TypeError(f"{name} is {kind}; expected an array like the input")
     checks.check_same_place(parameter, input, name, "input")

@@ -148,7 +148,7 @@ def normalized(
     """y in dtype, rounded once.
 
     One call of torch's norm where all tensors have one dtype. Compiled, RMSNorm is written out:
-    inductor makes fewer kernels of it, and exporters know its operations.
+    inductor makes fewer kernels of it, and every exporter to ONNX knows its operations.
 
     x_hat_dtype: what x_hat is rounded to with round_x_hat; None: the dtype of x.
     differentiably: to any order, and by tangents of tangents. torch 2.13 has wrong third
@@ -161,7 +161,12 @@ def normalized(
     x_hat_dtype = given if x_hat_dtype is None else x_hat_dtype
     rounds = options.round_x_hat and x_hat_dtype.itemsize < 4
     by_rms = centered and (differentiably or modes.is_transformed())
-    writes_out = not (centered or x.is_nested) and (modes.is_compiling() or modes.is_faked())
+    writes_out = not (centered or x.is_nested) and (
+        modes.is_compiling()
+        or modes.is_faked()
+        or x.__class__ not in modes.PLAIN  # torch.export of some versions has no mode
+        or modes.is_jit_traced() is not None
+    )
     if writes_out:  # inductor then sums and casts the gradient of a parameter in one kernel
         weight, bias = (None if each is None else each.expand(x.shape) for each in (weight, bias))
     of_all = {given, dtype, *(each.dtype for each in (weight, bias) if each is not None)}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..gpu import nvrtc
 from ..norm.calls import FOR_ATEN, FOR_Y, prepare_backward, prepare_forward
-from ..norm.prepared import keep, repeated
+from ..norm.prepared import Prepared, keep, of_aten
 from ..norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -35,7 +35,7 @@ from ..norm.request import (
 )
 from ..table import as_html, as_text, printable
 from . import private
-from .autograd import names_of, normalize, repeated_of
+from .autograd import backward_again, forward_again, is_repeatable, names_of, normalize
 from .modes import PLAIN, has_functorch_transforms, num_dispatch_modes, wants_gradient
 from .private import is_forward_mode
 
@@ -46,43 +46,32 @@ _MOST_REASONS = 20
 _Kernel = Callable[..., Any]
 _is_grad_enabled = torch.is_grad_enabled
 
-# Calls by operator, and by operator and reason, since the overrides were put in place.
-_served: Counter[str] = Counter()
+# Since the overrides were put in place: calls by norm, in a list because a call adds to it, and
+# those left by norm and reason.
+_served: dict[str, list[int]] = {}
 _left: Counter[tuple[str, str]] = Counter()
 
 
-# Kernels. Each takes the arguments of aten's operator; former: the kernel that stood there before.
+def _first(name: str, key: tuple, operands: tuple, given: tuple, kind: tuple) -> Any:
+    """Prepares a call, runs it and keeps what repeats it. None: our checks refuse it.
 
-
-def _again(key: tuple, operands: tuple) -> Any:
-    """What a call like one before returns; None for the first of its kind.
-
-    key: the operator, and all that counts beside the layouts of the tensors that are there.
+    kind: a function that prepares (operands, *given), and one that makes what repeats it.
     """
-    for known in repeated.get(key, ()):
-        made = known.run(operands)
-        if made is not None:
-            _served[key[0]] += 1
-            return made
-    return None
-
-
-def _first(key: tuple, operands: tuple, prepare: Callable[[], tuple]) -> Any:
-    """Prepares a call and runs it. None: our checks refuse it.
-
-    operands: as _again takes them. prepare: returns a prepared call, and its own operands.
-    """
+    prepare, again = kind
     try:
         if not operands[0].numel():
             raise ValueError("no elements")
-        prepared, checked = prepare()
+        prepared, checked = prepare(operands, *given)
     except (TypeError, ValueError, RuntimeError) as error:
-        _leave(key[0], error)
+        _leave(name, error)
         return None
-    found = repeated_of(prepared, operands)
-    if found is not None:
-        keep(repeated, key, (found, *repeated.get(key, ())[: _MOST_ALIKE - 1]))
-    _served[key[0]] += 1
+    count = _served.setdefault(name, [0])
+    count[0] += 1
+    launches = prepared if isinstance(prepared, Prepared) else prepared.on_gpu
+    if is_repeatable(launches, operands):
+        calls = of_aten[name]
+        found = again(launches, operands, given, count)
+        keep(calls, key, (found, *calls.get(key, ())[: _MOST_ALIKE - 1]))
     return prepared.run(checked)
 
 
@@ -95,86 +84,103 @@ def _leave(name: str, error: Exception) -> None:
 
 
 def _prepare_forward(
-    centered: bool, extents: list[int], eps: float | None, operands: tuple, purpose: str
+    purpose: str, centered: bool, operands: tuple, eps: float | None, extents: list[int]
 ) -> tuple:
     options = ForwardOptions(centered, tuple(extents), eps)
     return prepare_forward(ForwardRequest(ForwardOperands(*operands), options), purpose)
 
 
 def _prepare_backward(
-    centered: bool, extents: list[int], output_mask: list[bool], operands: tuple, like_bias: Any
+    operands: tuple, extents: list[int], output_mask: list[bool], dbias_dtype: torch.dtype | None
 ) -> tuple:
-    """operands: the first of BackwardOperands, whose statistics have the rank of x."""
-    dy, x, *statistics, weight = operands
+    dy, x, *statistics, weight, _ = operands
     leading = x.shape[: x.ndim - len(extents)]
     # Views, so the addresses of a repeated call stay those of the operands.
     mean, rstd = (each if each is None else each.view(leading) for each in statistics)
     wanted = names_of(("dx", "dweight", "dbias"), output_mask)
-    dtype = None if like_bias is None else like_bias.dtype
-    options = BackwardOptions(centered, tuple(extents), gradients=wanted, dbias_dtype=dtype)
+    options = BackwardOptions(
+        mean is not None, tuple(extents), gradients=wanted, dbias_dtype=dbias_dtype
+    )
     return prepare_backward(BackwardRequest(BackwardOperands(dy, x, mean, rstd, weight), options))
 
 
-def _native_layer_norm(former: _Kernel) -> _Kernel:
-    def native_layer_norm(x, extents, weight, bias, eps):
-        operands = x, weight, bias
-        key = "layer_norm", x.numel(), eps, weight is None, bias is None, *extents
-        made = _again(key, operands)
-        if made is None:
-            prepare = partial(_prepare_forward, True, extents, eps, operands, FOR_ATEN)
-            made = _first(key, operands, prepare)
+# Kernels, named as aten's operators and with their arguments. former: what stood there before.
+
+
+_BACKWARD = _prepare_backward, backward_again
+
+
+def native_layer_norm(former: _Kernel) -> _Kernel:
+    calls = of_aten.setdefault("layer_norm", {})
+    kind = partial(_prepare_forward, FOR_ATEN, True), forward_again
+
+    def ours(x, extents, weight, bias, eps):
+        key = x.numel(), weight is None, bias is None
+        for again in calls.get(key, ()):
+            if (made := again(x, weight, bias, None, eps, extents)) is not None:
+                return made[:3]
+        made = _first("layer_norm", key, (x, weight, bias, None), (eps, extents), kind)
         return former(x, extents, weight, bias, eps) if made is None else made
 
-    return native_layer_norm
+    return ours
+
+
+def native_layer_norm_backward(former: _Kernel) -> _Kernel:
+    calls = of_aten.setdefault("layer_norm backward", {})
+
+    def ours(dy, x, extents, mean, rstd, weight, bias, wanted):
+        dtype, key = None if bias is None else bias.dtype, (x.numel(), weight is None)
+        for again in calls.get(key, ()):
+            made = again(dy, x, mean, rstd, weight, None, extents, wanted, dtype)
+            if made is not None:
+                return made[:3]
+        operands, given = (dy, x, mean, rstd, weight, None), (extents, wanted, dtype)
+        made = _first("layer_norm backward", key, operands, given, _BACKWARD)
+        if made is None:
+            return former(dy, x, extents, mean, rstd, weight, bias, wanted)
+        return made[:3]
+
+    return ours
 
 
 def _fused_rms_norm(former: _Kernel) -> _Kernel:
-    def fused_rms_norm(x, extents, weight, eps):
-        operands = x, weight
-        key = "rms_norm, recorded", x.numel(), eps, weight is None, *extents
-        made = _again(key, operands)
-        if made is None:
-            prepare = partial(_prepare_forward, False, extents, eps, operands, FOR_ATEN)
-            made = _first(key, operands, prepare)
-        return former(x, extents, weight, eps) if made is None else made
+    calls = of_aten.setdefault("rms_norm, recorded", {})
+    kind = partial(_prepare_forward, FOR_ATEN, False), forward_again
 
-    return fused_rms_norm
+    def ours(x, extents, weight, eps):
+        key = x.numel(), weight is None
+        for again in calls.get(key, ()):
+            if (made := again(x, weight, None, None, eps, extents)) is not None:
+                return made[:3:2]
+        made = _first("rms_norm, recorded", key, (x, weight, None, None), (eps, extents), kind)
+        return former(x, extents, weight, eps) if made is None else made[:3:2]
 
-
-def _native_layer_norm_backward(former: _Kernel) -> _Kernel:
-    def native_layer_norm_backward(dy, x, extents, mean, rstd, weight, bias, output_mask):
-        operands = dy, x, mean, rstd, weight
-        dtype = None if bias is None else bias.dtype
-        key = "layer_norm backward", x.numel(), dtype, weight is None, *output_mask, *extents
-        made = _again(key, operands)
-        if made is None:
-            prepare = partial(_prepare_backward, True, extents, output_mask, operands, bias)
-            made = _first(key, operands, prepare)
-        if made is None:
-            return former(dy, x, extents, mean, rstd, weight, bias, output_mask)
-        return made[:3]
-
-    return native_layer_norm_backward
+    return ours
 
 
 def _fused_rms_norm_backward(former: _Kernel) -> _Kernel:
-    def fused_rms_norm_backward(dy, x, extents, rstd, weight, output_mask):
-        operands = dy, x, None, rstd, weight
-        key = "rms_norm backward", x.numel(), weight is None, *output_mask, *extents
-        made = _again(key, operands)
-        if made is None:
-            prepare = partial(_prepare_backward, False, extents, output_mask, operands, None)
-            made = _first(key, operands, prepare)
-        return former(dy, x, extents, rstd, weight, output_mask) if made is None else made[:2]
+    calls = of_aten.setdefault("rms_norm backward", {})
 
-    return fused_rms_norm_backward
+    def ours(dy, x, extents, rstd, weight, wanted):
+        key = x.numel(), weight is None
+        for again in calls.get(key, ()):
+            made = again(dy, x, None, rstd, weight, None, extents, wanted, None)
+            if made is not None:
+                return made[:2]
+        operands, given = (dy, x, None, rstd, weight, None), (extents, wanted, None)
+        made = _first("rms_norm backward", key, operands, given, _BACKWARD)
+        return former(dy, x, extents, rstd, weight, wanted) if made is None else made[:2]
+
+    return ours
 
 
-def _rms_norm(former: _Kernel) -> _Kernel:
-    """aten::rms_norm, above autograd: weights of another dtype than x, for which torch runs eight
-    operations, and calls without gradients, which need no statistics."""
+def rms_norm(former: _Kernel) -> _Kernel:
+    """Above autograd: weights of another dtype than x, for which torch runs eight operations, and
+    calls without gradients, which need no statistics."""
+    calls = of_aten.setdefault("rms_norm", {})
+    kind = partial(_prepare_forward, FOR_Y, False), forward_again
 
-    def rms_norm(x, extents, weight=None, eps=None):
+    def ours(x, extents, weight=None, eps=None):
         if (
             x.__class__ not in PLAIN
             or weight.__class__ not in PLAIN
@@ -183,20 +189,19 @@ def _rms_norm(former: _Kernel) -> _Kernel:
             or is_forward_mode()
         ):
             return former(x, extents, weight, eps)
-        operands, made = (x, weight), None
         if not (_is_grad_enabled() and wants_gradient(x, weight)):
-            key = "rms_norm", x.numel(), eps, weight is None, *extents
-            made = _again(key, operands)
-            if made is None:
-                prepare = partial(_prepare_forward, False, extents, eps, operands, FOR_Y)
-                made = _first(key, operands, prepare)
+            key = x.numel(), weight is None
+            for again in calls.get(key, ()):
+                if (made := again(x, weight, None, None, eps, extents)) is not None:
+                    return made[0]
+            made = _first("rms_norm", key, (x, weight, None, None), (eps, extents), kind)
         elif weight is None or weight.dtype == x.dtype:
-            return private.fused_rms_norm(x, extents, weight, eps)[0]
+            made = private.fused_rms_norm(x, extents, weight, eps)
         else:
             made = _recorded_of_two_dtypes(x, weight, extents, eps)
         return former(x, extents, weight, eps) if made is None else made[0]
 
-    return rms_norm
+    return ours
 
 
 def _recorded_of_two_dtypes(
@@ -208,7 +213,7 @@ def _recorded_of_two_dtypes(
         made = normalize(ForwardRequest(ForwardOperands(x, weight), options))
     except (TypeError, ValueError) as error:
         return _leave("rms_norm, recorded", error)
-    _served["rms_norm, recorded"] += 1
+    _served.setdefault("rms_norm, recorded", [0])[0] += 1
     return made
 
 
@@ -225,7 +230,7 @@ class Enabled:
 
     @property
     def served(self) -> dict[str, int]:
-        return dict(_served)
+        return {name: count for name, (count,) in _served.items() if count}
 
     @property
     def left(self) -> dict[tuple[str, str], int]:
@@ -251,17 +256,11 @@ class Enabled:
             return "no GPU: torch computes every norm"
         if not _library:
             return "disabled: torch computes every norm"
-        if not (_served or _left):
+        served, left = sum(self.served.values()), _left.total()
+        if not (served or left):
             return "cupynorm computes torch's norms of CUDA tensors; no call yet"
-        return f"{_served.total():,} calls by cupynorm, {_left.total():,} left to torch"
+        return f"{served:,} calls by cupynorm, {left:,} left to torch"
 
-
-_OPERATORS = {
-    "native_layer_norm": _native_layer_norm,
-    "native_layer_norm_backward": _native_layer_norm_backward,
-    "_fused_rms_norm": _fused_rms_norm,
-    "_fused_rms_norm_backward": _fused_rms_norm_backward,
-}
 
 _lock = threading.RLock()
 _is_on = False  # by enable()
@@ -269,41 +268,49 @@ _num_blocks = 0  # of enabled() that are open
 _library: torch.library.Library | None = None  # while the overrides are in place
 
 
-def _update() -> None:
-    """Puts the overrides in place or takes them away, as the two variables above say."""
-    global _library
-    if not (_is_on or _num_blocks):
+def _switch(is_on: bool, num_blocks: int) -> Enabled:
+    """Puts the overrides in place or takes them away. The caller holds the lock."""
+    global _is_on, _num_blocks, _library
+    if not (is_on or num_blocks):
         if _library is not None:
             _library._destroy()
-            _library = None
-        return
-    if _library is not None:
-        return
-    if not hasattr(torch.library, "get_kernel"):
+        _library = None
+    elif _library is None:
+        _library = _overrides()
+    _is_on, _num_blocks = is_on, num_blocks
+    return Enabled()
+
+
+def _overrides() -> torch.library.Library | None:
+    """The library that holds them; None where torch has no tensors that they could serve."""
+    if private.fused_rms_norm is None or not hasattr(torch.library, "get_kernel"):
         raise nvrtc.MissingLibraryError(
             f"torch {torch.__version__} is installed; enable() needs 2.9 or later: "
             "pip install -U torch"
         )
-    _served.clear()
+    for count in _served.values():
+        count[0] = 0
     _left.clear()
-    if DEVICE == "CUDA":
-        if not torch.backends.cuda.is_built():
-            return  # there is no tensor to serve
-        if torch.cuda.device_count():
-            nvrtc.cupy()  # raises the sentence that says what to install
+    if DEVICE == "CUDA" and not torch.backends.cuda.is_built():
+        return None
+    if DEVICE == "CUDA" and torch.cuda.device_count():
+        nvrtc.cupy()  # raises the sentence that says what to install
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, of_former in _OPERATORS.items():
-            _override(library, name, DEVICE, of_former)
+        for of_former in (native_layer_norm, native_layer_norm_backward):
+            _override(library, of_former, DEVICE)
+        for of_former in (_fused_rms_norm, _fused_rms_norm_backward):
+            _override(library, of_former, DEVICE)
         for key in (f"Autograd{DEVICE}", DEVICE):  # the second in inference mode
-            _override(library, "rms_norm", key, _rms_norm)
-    _library = library
+            _override(library, rms_norm, key)
+    return library
 
 
 def _override(
-    library: torch.library.Library, name: str, key: str, of_former: Callable[[_Kernel], _Kernel]
+    library: torch.library.Library, of_former: Callable[[_Kernel], _Kernel], key: str
 ) -> None:
+    name = of_former.__name__
     former = torch.library.get_kernel(f"aten::{name}", key)  # before ours: no recursion
     ours = of_former(partial(former.call_boxed, private.dispatch_keys(key, DEVICE)))
     private.run_as_it_is(ours)
@@ -329,15 +336,8 @@ def enable() -> Enabled:
 
     Raises MissingLibraryError for torch before 2.9, and with a GPU without CuPy.
     """
-    global _is_on
     with _lock:
-        _is_on = True
-        try:
-            _update()
-        except BaseException:
-            _is_on = False
-            raise
-    return Enabled()
+        return _switch(True, _num_blocks)
 
 
 def disable() -> None:
@@ -347,10 +347,8 @@ def disable() -> None:
         >>> cupynorm.disable() is None  # also where nothing is enabled
         True
     """
-    global _is_on
     with _lock:
-        _is_on = False
-        _update()
+        _switch(False, _num_blocks)
 
 
 @contextmanager
@@ -363,14 +361,10 @@ def enabled() -> Iterator[Enabled]:
         >>> calls.left
         {}
     """
-    global _num_blocks
     with _lock:
-        _num_blocks += 1
+        calls = _switch(_is_on, _num_blocks + 1)
     try:
-        with _lock:
-            _update()
-        yield Enabled()
+        yield calls
     finally:
         with _lock:
-            _num_blocks -= 1
-            _update()
+            _switch(_is_on, _num_blocks - 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import dtypes
+from ..options import shown
 from . import private
 from .private import is_forward_mode
 
@@ -146,6 +147,18 @@ SUPPORTED = frozenset(getattr(torch, name) for name in dtypes.DTYPES)
 def name_of(dtype: torch.dtype) -> str:
     """ "float16" for torch.float16."""
     return str(dtype).removeprefix("torch.")
+
+
+def check_placement(device: object, dtype: object, name: str = "dtype") -> None:
+    """Raises TypeError for a device or dtype that no parameter has. None: torch's default."""
+    try:
+        torch.device("cpu" if device is None else device)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        expected = "a torch.device or the name of one"
+        raise TypeError(f"device is {shown(device)}; expected {expected}") from None
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):
+        expected = ", ".join(sorted(map(str, SUPPORTED)))
+        raise TypeError(f"{name} is {shown(dtype)}; expected {expected}, or None")
 
 
 def arithmetic(x: Tensor) -> torch.dtype:

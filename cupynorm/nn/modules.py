@@ -14,19 +14,26 @@ import torch
 from ..dispatch.functor_text import BoundFunctor, Functors, Fuse
 from ..functional import layer_norm, rms_norm
 from ..gpu import arrays
-from ..norm.checks import bind_functors, extents_of, names_what_was_removed, refuse_keywords
+from ..norm.checks import (
+    bind_functors,
+    check_eps,
+    extents_of,
+    names_what_was_removed,
+    refuse_keywords,
+)
 from ..norm.quantized import QuantizedTensor
 from ..norm.request import (
     ForwardOperands,
     ForwardOptions,
     ForwardRequest,
     Launch,
-    Quantization,
     checked_launch,
 )
-from ..recipes import E4M3, CurrentScaling, DelayedScaling, Recipe
+from ..options import check_flags, check_int
+from ..recipes import E4M3, DelayedScaling
 from . import autograd, by_torch, scales
-from .modes import is_recorded, is_transformed, name_of, run_untraced
+from .modes import check_placement, is_recorded, is_transformed, run_untraced
+from .quantization import quantization_of
 from .scales import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
@@ -70,9 +77,13 @@ class Norm(scales.KeepsScales):
 
         Must run before torch's constructor, which resets the parameters.
         """
-        for name, value in zip(EXTRAS, values, strict=True):
+        given = dict(zip(EXTRAS, values, strict=True))
+        checked_launch(given["launch"])
+        check_flags(
+            **{name: each for name, each in given.items() if name != "launch" and each is not None}
+        )
+        for name, value in given.items():
             setattr(self, name, value)
-        checked_launch(self.launch)
         self.begin_state()
 
     def begin_state(self, kept: dict[str, scales.Scales] | None = None) -> None:
@@ -119,6 +130,8 @@ class Norm(scales.KeepsScales):
             refuse_keywords(f"{type(self).__name__}'s call", unknown)
         if not self.training:
             fuse = _without_dropout(fuse)
+        if fp8_output is not False:
+            check_flags(fp8_output=fp8_output)
         if fp8_output:
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, bind_functors(fuse))
@@ -189,7 +202,7 @@ class Norm(scales.KeepsScales):
         # The next layer may need the transposed copy for its weight's gradient. No linear layer
         # takes a DTensor in 8 bits.
         transpose = torch.is_grad_enabled() and not is_sharded
-        quantization = _quantization_of(recipe, transpose)
+        quantization = quantization_of(recipe, transpose=transpose)
         norm_operands = ForwardOperands(
             input,
             self._parameter("weight"),
@@ -280,10 +293,12 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         _check_order(elementwise_affine=elementwise_affine, bias=bias, device=device)
-        extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        shape = either(normalized_shape=normalized_shape, hidden_size=hidden_size)
+        dtype = either(dtype=dtype, params_dtype=params_dtype)
+        extents = _checked(True, shape, eps, device, dtype)
+        check_flags(elementwise_affine=elementwise_affine, bias=bias)
         numerics = round_x_hat, memory_efficient, fp8_state
         self._set_extras(zero_centered_gamma, launch, sequence_parallel, *numerics)
-        dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
 
 
@@ -322,10 +337,12 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         _check_order(elementwise_affine=elementwise_affine, device=device)
-        extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        shape = either(normalized_shape=normalized_shape, hidden_size=hidden_size)
+        dtype = either(dtype=dtype, params_dtype=params_dtype)
+        extents = _checked(False, shape, eps, device, dtype)
+        check_flags(elementwise_affine=elementwise_affine)
         numerics = round_x_hat, memory_efficient, fp8_state
         self._set_extras(zero_centered_gamma, launch, sequence_parallel, *numerics)
-        dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 
 
@@ -359,12 +376,10 @@ def _check_order(**arguments: object) -> None:
             )
 
 
-def _quantization_of(recipe: Recipe, transpose: bool) -> Quantization:
-    """How a recipe quantises y. transpose: also make the transposed copy, where y has one scale."""
-    dtype = name_of(recipe.fp8_format.value[0])
-    if isinstance(recipe, DelayedScaling):
-        return Quantization(dtype, transpose=transpose)
-    if isinstance(recipe, CurrentScaling):
-        power_of_two, smallest_amax = recipe.power_of_two, recipe.amax_epsilon
-        return Quantization(dtype, "tensor", power_of_two, transpose, smallest_amax)
-    return Quantization(dtype, "block", recipe.power_of_two)
+def _checked(
+    centered: bool, shape: object, eps: object, device: object, dtype: object
+) -> tuple[int, ...]:
+    """The shape that a norm is over. Raises TypeError or ValueError for what no norm has."""
+    check_eps(eps, "float32", has_default=not centered)
+    check_placement(device, dtype)
+    return tuple(check_int("normalized_shape", extent) for extent in extents_of(shape))

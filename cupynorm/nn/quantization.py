@@ -22,7 +22,15 @@ from torch.nn.functional import pad as pad_with_zeros
 from ..gpu import arrays
 from ..norm import quantized as matrix_kernels
 from ..norm.quantized import QuantizedTensor
-from ..recipes import BLOCK_SIZE, LARGEST, LARGEST_FLOAT32
+from ..norm.request import Quantization
+from ..recipes import (
+    BLOCK_SIZE,
+    LARGEST,
+    LARGEST_FLOAT32,
+    CurrentScaling,
+    DelayedScaling,
+    Recipe,
+)
 from . import private
 from .modes import arithmetic, name_of, outside_autocast
 
@@ -34,6 +42,18 @@ class Rule(NamedTuple):
 
     smallest_amax: float = 0.0
     power_of_two: bool = False
+
+
+def quantization_of(recipe: Recipe, *, transpose: bool) -> Quantization:
+    """How the norm's kernel quantises y. transpose: also make the transposed copy, where y has one
+    scale."""
+    dtype = name_of(recipe.fp8_format.value[0])
+    if isinstance(recipe, DelayedScaling):
+        return Quantization(dtype, transpose=transpose)
+    if isinstance(recipe, CurrentScaling):
+        power_of_two, smallest_amax = recipe.power_of_two, recipe.amax_epsilon
+        return Quantization(dtype, "tensor", power_of_two, transpose, smallest_amax)
+    return Quantization(dtype, "block", recipe.power_of_two)
 
 
 def amax_of(x: Tensor, *dims: int) -> Tensor:

@@ -334,11 +334,11 @@ def row_words(tensors: RowsByName, name: str, turned: bool = False) -> tuple[Add
     return Address(name, last), -rows.row_stride
 
 
+@np.errstate(all="ignore")
 def scale_rule_words(quantization: Quantization) -> tuple[int, int, int, int]:
     """struct ScaleRule of scales.cuh: the limits of an amax as bits, and two flags."""
     limits = abs(quantization.smallest_amax), quantization.upper_bound
-    with np.errstate(over="ignore"):  # beyond float32 there is no limit
-        smallest, upper = np.array(limits, np.float32).view(np.uint32).tolist()
+    smallest, upper = np.array(limits, np.float32).view(np.uint32).tolist()
     return smallest, upper, int(quantization.power_of_two), int(quantization.divides)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import numbers
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -19,6 +18,7 @@ import numpy as np
 from ..dispatch.functor_text import BoundFunctor, Functor, Functors, check_chain
 from ..dtypes import DTYPES, EIGHT_BITS, compute_dtype
 from ..gpu import arrays, nvrtc
+from ..options import check_flags, check_real, is_int, sequence, shown
 from .request import (
     GRADIENTS,
     Array,
@@ -106,17 +106,14 @@ def extents_of(normalized_shape: object) -> tuple[int, ...]:
                 break
         else:
             return normalized_shape
-    is_int = isinstance(normalized_shape, numbers.Integral)
     try:
-        extents = (normalized_shape,) if is_int else tuple(normalized_shape)
+        extents = (normalized_shape,) if is_int(normalized_shape) else tuple(normalized_shape)
     except TypeError:
         extents = (None,)
-    for extent in extents:
-        if isinstance(extent, bool) or not isinstance(extent, numbers.Integral):
-            raise TypeError(
-                f"normalized_shape is {normalized_shape!r}; expected an int or a sequence of ints"
-            )
-    return tuple(int(extent) for extent in extents)
+    if not all(map(is_int, extents)):
+        given = shown(normalized_shape)
+        raise TypeError(f"normalized_shape is {given}; expected an int or a sequence of ints")
+    return tuple(map(int, extents))
 
 
 def fields_of_forward(
@@ -133,6 +130,8 @@ def fields_of_forward(
     """
     input, weight, bias, residual = tensors
     eps, zero_centered_weight, round_x_hat, out, out_dtype, fuse, launch, memory_efficient = options
+    if return_residual.__class__ is not bool:
+        check_flags(return_residual=return_residual)
     scale = amax = quantization = functors = out_sum = None
     if out_dtype is not None:
         out_dtype, scale, amax, quantization = parts_of(out_dtype)
@@ -170,7 +169,7 @@ def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
             pass
     if text not in DTYPES:
         expected = ", ".join((*DTYPES, *also))
-        raise TypeError(f"{name} is {dtype!r}; expected one of {expected}")
+        raise TypeError(f"{name} is {shown(dtype)}; expected one of {expected}")
     return text
 
 
@@ -180,14 +179,9 @@ def gradient_names(gradients: object) -> tuple[str, ...]:
     expected = ", ".join(names)
     if isinstance(gradients, str):
         raise ValueError(f"gradients is {gradients!r}; expected some of {expected}, in a tuple")
-    try:
-        wanted = tuple(gradients)
-        hash(wanted)
-    except TypeError:
-        raise TypeError(f"gradients is {gradients!r}; expected some of {expected}") from None
-    for name in wanted:
-        if name not in names:
-            raise ValueError(f"gradients is {wanted!r}; expected some of {expected}")
+    wanted = sequence("gradients", gradients, f"some of {expected}")
+    if not all(isinstance(each, str) and each in names for each in wanted):
+        raise ValueError(f"gradients is {shown(wanted)}; expected some of {expected}")
     return wanted
 
 
@@ -449,9 +443,7 @@ def check_eps(eps: object, dtype: str, has_default: bool) -> float:
     """eps as a float. has_default: None means the machine epsilon of the arithmetic."""
     if eps is None and has_default:
         return 2.0 ** (1 - compute_dtype(dtype).digits)
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or math.isnan(eps):
-        raise TypeError(f"eps is {eps!r}; expected a real number")
-    return float(eps)
+    return check_real("eps", eps)
 
 
 def _check_extents(shape: tuple[int, ...], extents: tuple[int, ...], name: str) -> None:
@@ -554,6 +546,8 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     Reads no address: a tensor may have no memory.
     """
     given, options = request
+    zero_centered, rounds = options.zero_centered_weight, options.round_x_hat
+    check_flags(zero_centered_weight=zero_centered, round_x_hat=rounds)
     x = arrays.take(given.input, "input")
     dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
     _check_extents(shape, extents, "input")
@@ -611,6 +605,7 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     The dtypes of gradients that are not wanted are None.
     """
     given, options = request
+    check_flags(zero_centered_weight=options.zero_centered_weight)
     extents = options.extents
     x = arrays.take(given.x, "x")
     dtype, shape = check_dtype(x, "x"), tuple(x.shape)

@@ -53,6 +53,7 @@ class HostForward(_Rows):
         self.dtype = arrays.dtype_name(request.operands.input)
         self.sum_dtype, self.makes_sum = sum_dtype, makes_sum
 
+    @np.errstate(all="ignore")
     def run(self, operands: ForwardOperands) -> Forward:
         options, added = self.options, operands.input
         load, store = operands.functors or ((), ())
@@ -113,6 +114,7 @@ class HostBackward(_Rows):
     def __init__(self, request: BackwardRequest) -> None:
         super().__init__(request.operands.x, request.options)
 
+    @np.errstate(all="ignore")
     def run(self, operands: BackwardOperands) -> Gradients:
         options, x = self.options, operands.x
         x64, mean = self._matrix(x), _vector(operands.mean)
@@ -175,13 +177,13 @@ class HostBackward(_Rows):
             dsum=None if operands.dsum is None else self._matrix(operands.dsum),
         )
 
+    @np.errstate(all="ignore")
     def _y(self, operands: BackwardOperands, x: np.ndarray, mean: np.ndarray | None) -> np.ndarray:
         """y from mean and rstd as they were rounded."""
         rstd = _vector(operands.rstd).reshape(-1, 1)
         zero_centered = bool(self.options.zero_centered_weight)
-        with np.errstate(all="ignore"):
-            x_hat = (x if mean is None else x - mean.reshape(-1, 1)) * rstd
-            return affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
+        x_hat = (x if mean is None else x - mean.reshape(-1, 1)) * rstd
+        return affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
 
 
 # Functors.

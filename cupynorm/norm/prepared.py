@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import itemgetter, or_
+from operator import itemgetter
 from typing import Any
 
 from ..gpu import arrays, launch
@@ -12,16 +11,18 @@ from .arguments import Call
 from .request import Array
 
 # By a key of all that a prepared call depends on: forwards and backwards (calls.py), torch's calls
-# like the last one of their kind (nn/autograd.py), and calls on matrices (quantized.py).
+# like the last one of their kind (nn/autograd.py), and calls on matrices (quantized.py). By numbers
+# of elements: calls of aten's operators (nn/enable.py).
 forwards: dict[tuple, Any] = {}
 backwards: dict[tuple, Any] = {}
 repeated: dict[tuple, Any] = {}
 matrices: dict[tuple, Any] = {}
+of_aten: dict[str, dict[int, tuple]] = {}
 # Then all are dropped: a program with new shapes in each call must not fill the memory.
 _MOST = 4096
 
 
-def keep(prepared: dict, key: tuple | None, value: object) -> None:
+def keep(prepared: dict, key: Any, value: object) -> None:
     """key None: do not keep this one."""
     if key is not None:
         if len(prepared) >= _MOST:
@@ -31,7 +32,7 @@ def keep(prepared: dict, key: tuple | None, value: object) -> None:
 
 def forget() -> None:
     """Drops every prepared call, so that the next of each kind is planned anew."""
-    for prepared in (forwards, backwards, repeated, matrices):
+    for prepared in (forwards, backwards, repeated, matrices, *of_aten.values()):
         prepared.clear()
 
 
@@ -69,13 +70,14 @@ class Prepared:
         self.read, self.finish = read, finish
         self.copies = tuple(copied.values()) if any(copied.values()) else ()
         self.names = [*copied, *made]
-        self.new = [
-            library.allocator(shape, library.dtype(dtype)) for shape, dtype in made.values()
-        ]
+        self.new = {
+            name: library.allocator(shape, library.dtype(dtype))
+            for name, (shape, dtype) in made.items()
+        }
         places = {name: at for at, name in enumerate([*self.names, "given"])}
         self.results = itemgetter(*(places.get(name, len(places)) for name in returns))
         self.fills = [(places[name], value) for name, value in (fills or {}).items()]
-        self.plan = self.arguments = None
+        self.call, self.plan, self.arguments = call, None, None
         self.steps: list[tuple[Any, Callable[[tuple], tuple]]] = []
         if call is not None:
             self.plan, self.arguments = call.plan, call.arguments_of(self.names)
@@ -94,7 +96,7 @@ class Prepared:
             if self.copies:
                 pairs = zip(read, self.copies)
                 read = tuple([library.contiguous(each) if copy else each for each, copy in pairs])
-            tensors = read + tuple([each() for each in self.new])
+            tensors = read + tuple([each() for each in self.new.values()])
             for at, value in self.fills:
                 tensors[at][...] = value
             if self.steps:
@@ -109,40 +111,6 @@ class Prepared:
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
-
-    def repeating(self, are_same: Callable[..., bool]) -> Callable[[tuple], Any]:
-        """What `run` does, as one function without attributes: it runs in each call like the last.
-
-        are_same: whether the tensors that are read have the layouts for which this was prepared.
-        The function returns None if not, or if an address is no multiple of 16. is_simple() holds.
-        """
-        library, arguments, index = self.library, self.arguments, self.device_index
-        read, new, results, steps = self.read, self.new, self.results, self.steps
-        constants, sums = arguments.constants, arguments.sums
-        exchange_device, address, stream = library.exchange_device, library.address, library.stream
-
-        def run(operands: tuple) -> Any:
-            tensors = read(operands)
-            if not are_same(*tensors):
-                return None
-            words = tuple(map(address, tensors))
-            if reduce(or_, words) & 15:
-                return None
-            former = exchange_device(index)
-            try:
-                made = tuple([each() for each in new])
-                words += (*map(address, made), *constants)
-                if sums:
-                    words += tuple([words[at] + offset for at, offset in sums])
-                current = stream()
-                for kernel, pick in steps:
-                    kernel.enqueue(current, pick(words))
-                return results(tensors + made + (operands[0], None))
-            finally:
-                if former != index:
-                    exchange_device(former)
-
-        return run
 
     def is_simple(self) -> bool:
         """Whether a run only allocates and launches."""

@@ -15,9 +15,10 @@ import numpy as np
 from ..dispatch.devices import Device
 from ..dispatch.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
 from ..dispatch.problem import ceil_div, cols_of_scale
-from ..dtypes import compute_dtype
+from ..dtypes import EIGHT_BITS, compute_dtype
 from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
+from ..options import shown
 from ..reference import fp8
 from ..table import pairs_as_html
 from .arguments import (
@@ -74,12 +75,14 @@ class QuantizedTensor:
         format: str | None = None,
     ) -> None:
         for name, array in (("data", data), ("scale_inv", scale_inv)):
-            if not hasattr(array, "dtype"):
+            if not hasattr(array, "__dlpack__") or isinstance(array, type):
                 raise TypeError(f"{name} is {arrays.type_in_words(array)}; expected an array")
         self.data, self.scale_inv, self.dtype = data, scale_inv, dtype
         self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
         self.block_rows, self.block_cols = block_rows, block_cols
-        self.format = format or arrays.dtype_name(data)
+        if format is not None and format.__class__ is not str:
+            raise TypeError(f"format is {shown(format)}; expected one of {', '.join(EIGHT_BITS)}")
+        self.format = arrays.dtype_name(data) if format is None else format
         self._pass_gradient: Callable | None = None
 
     def attach(self, pass_gradient: Callable) -> None:
@@ -101,7 +104,7 @@ class QuantizedTensor:
         dtype = self.dtype if dtype is None else dtype
         name = dtype_name(dtype, "dtype")
         if not arrays.is_torch(self.data):
-            return _scaled(_values_of_bits(self), self).astype(arrays.CuPyLibrary.dtype(name))
+            return _dequantized(self, arrays.CuPyLibrary.dtype(name))
         values = _scaled(self.data.float(), self).to(arrays.TorchLibrary.dtype(name))
         return values if self._pass_gradient is None else self._pass_gradient(values)
 
@@ -154,13 +157,17 @@ def range_facts(counts: np.ndarray, format: str) -> list[tuple[str, str]]:
     return [(name, f"{count:,} ({count / total:.2%})") for name, count in shares.items()]
 
 
-def _values_of_bits(quantized: QuantizedTensor) -> Array:
+@np.errstate(all="ignore")
+def _dequantized(quantized: QuantizedTensor, dtype: np.dtype) -> Array:
+    """An array of NumPy or CuPy."""
     if quantized.format == "int8":
-        return quantized.data.astype(np.float32)
-    table = fp8.decode(np.arange(256, dtype=np.uint8), quantized.format).astype(np.float32)
-    if isinstance(quantized.data, np.ndarray):
-        return table[quantized.data]
-    return nvrtc.cupy().asarray(table)[quantized.data]
+        values = quantized.data.astype(np.float32)
+    else:
+        values = fp8.decode(np.arange(256, dtype=np.uint8), quantized.format).astype(np.float32)
+        if not isinstance(quantized.data, np.ndarray):
+            values = nvrtc.cupy().asarray(values)
+        values = values[quantized.data]
+    return _scaled(values, quantized).astype(dtype)
 
 
 def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
@@ -283,8 +290,10 @@ def as_quantized_tensor(
 def _of_library(raw: np.ndarray, name: str | None, like: Array) -> Array:
     """A host array; name: the 8-bit format that its bits are, if any."""
     if not arrays.is_torch(like):
-        return raw
+        return raw if raw.size else np.empty(raw.shape, raw.dtype)
     torch = sys.modules["torch"]
+    if not raw.size:  # NumPy's strides would be 0
+        return torch.empty(raw.shape, dtype=getattr(torch, name or raw.dtype.name))
     tensor = torch.from_numpy(raw)
     return tensor.view(getattr(torch, name)) if name else tensor
 

@@ -14,14 +14,13 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from math import inf
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..dispatch.functor_text import Functors
 from ..dispatch.model import check_path
 from ..dispatch.problem import PATHS, Tile
-from ..dispatch.strategies import StatisticsName, StrategyName, check_choice
+from ..dispatch.strategies import StatisticsName, StrategyName, check_strategy
 from ..dtypes import DTYPES, EIGHT_BITS
 from ..gpu import arrays
+from ..options import check_choice, check_flags, check_real, is_int, shown
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
 
@@ -79,7 +78,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         tile = tile_of(self.tile)
-        check_choice(self.strategy, self.statistics, tile)
+        check_strategy(self.strategy, self.statistics, tile)
         if tile is not None and tile.path is not None:
             # Now: tiles are compared without their path, so a prepared call does not know it.
             check_path(self.strategy, tile)
@@ -151,12 +150,10 @@ def tile_of(tile: object) -> Tile | None:
     for name in _TILE_FIELDS:
         value = getattr(tile, name)
         if name == "path":
-            if value is not None and value not in PATHS:
-                paths = ", ".join(PATHS)
-                raise ValueError(f"tile has path {value!r}; expected one of {paths}, or None")
-            continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise ValueError(f"tile has {name} {value!r}; expected an int")
+            check_choice("path of a tile", value, (*PATHS, None))
+        else:
+            if not is_int(value):
+                raise ValueError(f"tile has {name} {shown(value)}; expected an int")
     return tile
 
 
@@ -172,8 +169,9 @@ def _margins(sm_margin: object) -> int | Margins:
 
 
 def _margin(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise ValueError(f"sm_margin is {value!r}; expected a number of multiprocessors, 0 or more")
+    if not is_int(value) or value < 0:
+        given = shown(value)
+        raise ValueError(f"sm_margin is {given}; expected a number of multiprocessors, 0 or more")
     return int(value)
 
 
@@ -255,7 +253,8 @@ class Quantize:
     def __post_init__(self) -> None:
         dtype, scale, bound = name_of_8_bits(self.dtype), self.scale, self.upper_bound
         if dtype is None:
-            raise TypeError(f"dtype is {self.dtype!r}; expected one of {', '.join(EIGHT_BITS)}")
+            expected = ", ".join(EIGHT_BITS)
+            raise TypeError(f"dtype is {shown(self.dtype)}; expected one of {expected}")
         named = scale if isinstance(scale, str) else None
         if named and named not in _COMPUTED:
             names = ", ".join(map(repr, _COMPUTED))
@@ -265,19 +264,14 @@ class Quantize:
         for name, given in (("scale", None if named else scale), ("scale_inv", self.scale_inv)):
             if isinstance(given, numbers.Number | str):
                 raise TypeError(
-                    f"{name} is {given!r}; expected an array of one float32 where the input is, so "
-                    "that no step waits for its value"
+                    f"{name} is {shown(given)}; expected an array of one float32 where the input "
+                    "is, so that no step waits for its value"
                 )
         if self.group_size.__class__ is not int or self.group_size not in (64, 128):
-            raise ValueError(f"group_size is {self.group_size!r}; expected 128 or 64")
-        for name, value in (("power_of_two", self.power_of_two), ("transpose", self.transpose)):
-            if not isinstance(value, (bool, np.bool_)):
-                raise TypeError(f"{name} is {value!r}; expected True or False")
-        if self.layout not in _LAYOUTS:
-            names = ", ".join(map(repr, _LAYOUTS))
-            raise ValueError(f"layout is {self.layout!r}; expected one of {names}")
-        is_real = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
-        if bound is not None and not (is_real and bound > 0):
+            raise ValueError(f"group_size is {shown(self.group_size)}; expected 128 or 64")
+        check_flags(power_of_two=self.power_of_two, transpose=self.transpose)
+        check_choice("layout", self.layout, _LAYOUTS)
+        if bound is not None and not check_real("upper_bound", bound, "a positive number") > 0:
             raise ValueError(f"upper_bound is {bound!r}; expected a positive number")
         object.__setattr__(self, "dtype", dtype)
         self._check_together(named)
@@ -388,7 +382,7 @@ def is_plain(request: ForwardRequest) -> bool:
     """Whether a forward uses no option beyond norm, residual and out."""
     operands, options = request
     return (
-        not options.round_x_hat
+        options.round_x_hat is False
         and not options.memory_efficient
         and options.quantization is None
         and operands.functors is None

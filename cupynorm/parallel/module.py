@@ -9,7 +9,6 @@ checkpoints.py      state dicts that load on another number of ranks
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,8 +29,8 @@ from ..linear.operands import (
 )
 from ..linear.products import ONE_RANK, OneRank
 from ..nn import modes, scales
-from ..nn.modes import SUPPORTED
 from ..norm.quantized import QuantizedTensor
+from ..options import check_choice, check_flags, check_int, shown
 from ..recipes import DelayedScaling
 from . import agreement
 from .ranks import Ranks, group_size
@@ -39,6 +38,16 @@ from .sharding import Sharding
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 MODES = (None, "column", "row")
+ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")  # of TransformerEngine
+WITHOUT_EFFECT = (
+    *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad"),
+    "symmetric_ar_type",
+)
+FLAGS = (
+    *("sequence_parallel", "fuse_wgrad_accumulation", "bias", "return_bias", "zero_centered_gamma"),
+    *("return_layernorm_output", "return_layernorm_output_gathered", "delay_wgrad_compute"),
+    *("save_normalized", "reduce_norm_gradients", *WITHOUT_EFFECT[:-1]),
+)
 # Attributes that are the same on all ranks of a layer.
 COMPARED = (
     "parallel_mode",
@@ -146,27 +155,20 @@ class LayerNormLinear(LinearLayer):
         sm_margin: int | Mapping[str, int] = 0,
         reduce_norm_gradients: bool = False,
     ) -> None:
-        is_centered = normalization == "LayerNorm"
-        if normalization not in NORMALIZATIONS:
-            expected = " or ".join(map(repr, NORMALIZATIONS))
-            raise ValueError(f"normalization is {normalization!r}; expected {expected}")
+        given, is_centered = locals(), normalization == "LayerNorm"
+        check_choice("normalization", normalization, NORMALIZATIONS)
+        check_choice("parallel_mode", parallel_mode, MODES)
+        check_flags(**{name: given[name] for name in FLAGS})
         check_fused(fused, return_layernorm_output=return_layernorm_output)
-        if params_dtype is not None and params_dtype not in SUPPORTED:
-            expected = ", ".join(sorted(map(str, SUPPORTED)))
-            raise TypeError(f"params_dtype is {params_dtype!r}; expected {expected}, or None")
-        if parallel_mode not in MODES:
-            raise ValueError(
-                f"parallel_mode is {parallel_mode!r}; expected None, 'column' or 'row'"
-            )
+        modes.check_placement(device, params_dtype, "params_dtype")
         for what, function in (
             ("init_method", init_method),
             ("get_rng_state_tracker", get_rng_state_tracker),
         ):
             if function is not None and not callable(function):
-                raise TypeError(f"{what} is {function!r}; expected a function or None")
-        _check_count("in_features", in_features)
-        _check_count("out_features", out_features)
-        _check_count("tp_size", tp_size)
+                raise TypeError(f"{what} is {shown(function)}; expected a function or None")
+        for what in ("in_features", "out_features", "tp_size"):
+            check_int(what, given[what], 1)
         launch_of(sm_margin)
         check_eps(eps, "float32", centered=is_centered)
         super().__init__()
@@ -183,19 +185,11 @@ class LayerNormLinear(LinearLayer):
                 )
         elif self._is_shared:
             out_features = _share(out_features, tp_size, "out_features")
-        without_effect = {
-            "ub_overlap_ag": ub_overlap_ag,
-            "ub_overlap_rs": ub_overlap_rs,
-            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-            "ub_bulk_wgrad": ub_bulk_wgrad,
-            "ub_bulk_dgrad": ub_bulk_dgrad,
-            "symmetric_ar_type": symmetric_ar_type,
-        }
-        if self._is_shared and any(without_effect.values()):
-            given = ", ".join(key for key, value in without_effect.items() if value)
+        check_choice("symmetric_ar_type", symmetric_ar_type, (None, *ALL_REDUCES))
+        if idle := [name for name in WITHOUT_EFFECT if self._is_shared and given[name]]:
             warnings.warn(
-                f"{given} has no effect: collectives are those of tp_group, which run beside "
-                "products where they can",
+                f"{', '.join(idle)} has no effect: collectives are those of tp_group, which run "
+                "beside products where they can",
                 stacklevel=2,
             )
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
@@ -466,13 +460,6 @@ class LayerNormLinear(LinearLayer):
             parts += [f"parallel_mode={self.parallel_mode!r}", f"tp_size={self.tp_size}"]
             parts.append(f"sequence_parallel={self.sequence_parallel}")
         return ", ".join(parts)
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} is {value!r}; expected an int, 1 or more")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; expected an int, 1 or more")
 
 
 def _share(features: int, size: int, name: str) -> int:

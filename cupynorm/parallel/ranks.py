@@ -125,7 +125,7 @@ class Ranks:
 
 def group_size(group: Any) -> int:
     """Raises TypeError for what is no group of torch.distributed."""
-    if not callable(getattr(group, "size", None)):
+    if isinstance(group, Tensor) or not callable(getattr(group, "size", None)):
         raise TypeError(
             f"tp_group is {type_in_words(group)}; expected a group of torch.distributed"
         )

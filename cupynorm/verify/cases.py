@@ -147,8 +147,8 @@ def given_problem(
     if x.ndim < 1:
         raise ValueError("input has no dimension to normalise over; expected at least one")
     num_cols = x.shape[-1]
-    if not num_cols:
-        raise ValueError(f"input has shape {x.shape}; expected at least one column")
+    if not x.size:
+        raise ValueError(f"input has shape {x.shape}; expected at least one element")
     x = x.reshape(-1, num_cols)
     parameters = {"weight": _on_host(weight, "weight"), "bias": _on_host(bias, "bias")}
     for label, (values, _) in parameters.items():
@@ -171,6 +171,7 @@ def _on_host(array: Any, label: str) -> tuple[np.ndarray | None, str | None]:
     if array is None:
         return None, None
     array = arrays.take(array, label)
+    arrays.check_addresses(**{label: array})
     dtype = arrays.dtype_name(array)
     if dtype not in DTYPES:
         raise TypeError(f"{label} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -11,6 +10,7 @@ from typing import Any
 from ..dispatch.problem import NormName
 from ..norm.checks import check_eps, dtype_name
 from ..norm.request import Launch, checked_launch
+from ..options import check_choice, is_int, sequence, shown
 from . import kernels
 from .cases import NORMS, Case, given_problem, random_problem
 from .kernels import run_kernels
@@ -133,16 +133,15 @@ def in_words(what: str, cases: Iterable[Case]) -> str:
 
 def check_norms(norm: object) -> tuple[str, ...]:
     """One norm or several as a tuple. Raises ValueError for an unknown one."""
-    norms = _several("norm", norm)
+    norms = sequence("norm", norm)
     for name in norms:
-        if name not in NORMS:
-            raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
+        check_choice("norm", name, NORMS)
     return norms
 
 
 def check_dtypes(dtypes: object) -> list[str]:
     """Their names. Raises TypeError for what is no dtype of the kernels."""
-    return [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)]
+    return [dtype_name(each, "dtype") for each in sequence("dtypes", dtypes)]
 
 
 def check_launches(launch: object) -> list[dict[str, Any]]:
@@ -157,8 +156,8 @@ def check_launches(launch: object) -> list[dict[str, Any]]:
 
 def check_seed(seed: object) -> None:
     """Raises ValueError for what is no seed."""
-    if not _is_int(seed) or seed < 0:
-        raise ValueError(f"seed is {seed!r}; expected an int of 0 or more")
+    if not is_int(seed) or seed < 0:
+        raise ValueError(f"seed is {shown(seed)}; expected an int of 0 or more")
 
 
 def check_shapes(shapes: object) -> list[tuple[int, int]]:
@@ -167,27 +166,13 @@ def check_shapes(shapes: object) -> list[tuple[int, int]]:
         shapes = list(shapes)
     except TypeError:
         raise TypeError(
-            f"shapes is {shapes!r}; expected a sequence of pairs (num_rows, num_cols)"
+            f"shapes is {shown(shapes)}; expected a sequence of pairs (num_rows, num_cols)"
         ) from None
     for shape in shapes:
         is_pair = isinstance(shape, Sequence) and len(shape) == 2
-        if not is_pair or not all(map(_is_int, shape)) or shape[0] < 0 or shape[1] < 1:
+        if not is_pair or not all(map(is_int, shape)) or shape[0] < 0 or shape[1] < 1:
             raise ValueError(
-                f"shapes has {shape!r}; expected pairs (num_rows, num_cols) of ints, with at least "
-                "one column"
+                f"shapes has {shown(shape)}; expected pairs (num_rows, num_cols) of ints, with at "
+                "least one column"
             )
     return [tuple(shape) for shape in shapes]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _several(name: str, given: object) -> tuple:
-    """A sequence of names as a tuple; one name is a sequence of itself."""
-    if isinstance(given, str):
-        return (given,)
-    try:
-        return tuple(given)
-    except TypeError:
-        raise TypeError(f"{name} is {given!r}; expected a sequence of names") from None

@@ -30,6 +30,7 @@ from ..dispatch.problem import NormName
 from ..dtypes import compute_dtype
 from ..gpu import arrays, nvrtc
 from ..norm.checks import check_eps
+from ..options import check_choice, check_flags, shown
 from .cases import Case, Problem, given_problem
 from .check import check_dtypes, check_norms, check_seed, in_words, random_trials
 from .results import CheckResult
@@ -98,6 +99,7 @@ def check_function(
     function raises.
     """
     check_seed(seed)
+    check_flags(traps=traps, zero_centered_weight=zero_centered_weight)
     named = {"function": function}
     if isinstance(function, (tuple, list)):
         if len(function) != 2:
@@ -110,6 +112,8 @@ def check_function(
     if inputs is not None:
         if traps:
             raise ValueError("traps is given together with inputs; expected one of the two")
+        if not isinstance(inputs, (tuple, list)) or not 1 <= len(inputs) <= 4:
+            raise TypeError(f"inputs is {shown(inputs)}; expected a tuple (x, weight, bias, dy)")
         given = dict(zip(("input", "weight", "bias", "dy"), inputs))
         if library is None:
             module = type(given.get("input")).__module__.partition(".")[0]
@@ -200,11 +204,8 @@ class Library:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        if name not in (None, *LIBRARIES):
-            raise ValueError(
-                f"library is {name!r}; expected {', '.join(map(repr, LIBRARIES))}, or None for "
-                "torch if it is installed, else NumPy"
-            )
+        without = " for torch if it is installed, else NumPy"
+        check_choice("library", name, (*LIBRARIES, None), without)
         self._torch, self.name = None, name or "numpy"
         if name in (None, "torch"):
             try:

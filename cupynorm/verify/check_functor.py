@@ -29,6 +29,7 @@ from ..dtypes import compute_dtype, decode, encode
 from ..norm.arguments import PlacedArray, PlacedFunctor, PlacedFunctors, summed
 from ..norm.checks import check_eps
 from ..norm.request import Launch, of_backward
+from ..options import check_flags
 from . import kernels
 from .bounds import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
@@ -77,6 +78,7 @@ def check_functor(
     bound and shapes that are too wide; TypeError for what is no functor.
     """
     check_seed(seed)
+    check_flags(zero_centered_weight=zero_centered_weight)
     bound, where, result = with_kinds(functor), kernels.machine(on), CheckResult()
     label = bound.functor.name
     if bound.functor.reference is None:
@@ -402,6 +404,7 @@ def _draw(
     return decode(encode(values, dtype), dtype)
 
 
+@np.errstate(all="ignore")
 def judge_functor(
     functor_problem: FunctorProblem, results: Mapping[str, np.ndarray], where: Machine
 ) -> list[Finding]:

@@ -128,15 +128,21 @@ def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
 def table(results: Sequence[tuple[Entry, CheckResult]]) -> str:
     """One line for each problem, one column for each dtype: the tensor with the largest error."""
     dtypes = [dtype for dtype in DTYPES if any(entry.case.x == dtype for entry, _ in results)]
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for entry, result in results:
-        worst = worst_of(result.findings)
-        words = f"{worst.error:.2f} {worst.tensor}"
-        words = words if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
-        lines.setdefault((entry.case.norm, entry.name), {})[entry.case.x] = words
+    lines: dict[tuple[str, str], dict[str, list]] = {}
+    for entry, result in results:  # several files may have arrays of one name
+        line = lines.setdefault((entry.case.norm, entry.name), {})
+        line.setdefault(entry.case.x, []).extend(result.findings)
     rows = [["norm", "rows x columns", *dtypes]]
-    rows += [[*key, *(line.get(each, "-") for each in dtypes)] for key, line in lines.items()]
+    rows += [[*key, *(_worst(line.get(each)) for each in dtypes)] for key, line in lines.items()]
     return as_text(rows)
+
+
+def _worst(findings: list | None) -> str:
+    if not findings:
+        return "-"
+    worst = worst_of(findings)
+    words = f"{worst.error:.2f} {worst.tensor}"
+    return words if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
 
 
 # What is checked.

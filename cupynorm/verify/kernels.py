@@ -21,6 +21,7 @@ from ..gpu import launch, nvrtc, on_cpu
 from ..gpu.arrays import Rows
 from ..norm.arguments import NO_FUNCTORS, Call, PlacedFunctors, backward_call, forward_call
 from ..norm.request import BackwardOptions, ForwardOptions, Launch, Quantization, of_backward
+from ..options import check_choice
 from .cases import Case, Problem
 
 
@@ -130,8 +131,7 @@ def machine(on: str | None = None, seed: int = 0) -> Machine:
     seed: of the order in which threads run on the CPU. Raises ValueError for another word and where
     there is no GPU, MissingLibraryError without CuPy.
     """
-    if on not in (None, "gpu", "cpu"):
-        raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
+    check_choice("on", on, ("gpu", "cpu", None), " for a GPU if there is one")
     if on == "cpu" or (on is None and not nvrtc.has_gpu()):
         return CpuMachine(seed=seed)
     nvrtc.cupy()  # without CuPy, the error says what to install

@@ -17,6 +17,7 @@ from .diagnosis import Diagnosis, Judged, diagnose
 
 Diagnose = Callable[[Judged], Diagnosis]
 
+CALL = "call"  # stands for the tensors of a call that raised an error
 _MOST_SHOWN, _MOST_OFF = 36, 12  # lines of a table; tensors in it that are off
 
 
@@ -85,11 +86,14 @@ class CheckResult:
     @property
     def verdict(self) -> str:
         """The first line: OK or OFF, and of how many tensors."""
-        count = len(self.findings)
-        if not count:
+        raised = sum(finding.tensor == CALL for finding in self.findings)
+        count, off = len(self.findings) - raised, self.num_off - raised
+        if not self.findings:
             return "OFF: no tensor was checked"
         if self.num_off:
-            return f"OFF: {self.num_off} of {count} tensors are beyond what their dtypes allow"
+            wrong = [f"{off} of {count} tensors are beyond what their dtypes allow"] * bool(off)
+            wrong += [f"{raised} call{'s' * (raised > 1)} raised an error"] * bool(raised)
+            return f"OFF: {'; '.join(wrong)}"
         return f"OK: {count} tensors checked, all within what their dtypes allow"
 
     @property
@@ -137,7 +141,9 @@ class CheckResult:
     def _table(self) -> list[tuple[str, ...]]:
         table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
         for found in self._shown():
-            verdict = "ok" if found.ok else f"OFF: {found.num_off} elements"
+            off = f"{found.num_off} element{'s' * (found.num_off > 1)}"
+            verdict = f"OFF: {'an error' if found.tensor == CALL else off}"
+            verdict = "ok" if found.ok else verdict
             where = ",".join(map(str, found.where)) or "-"
             numbers = (f"{found.got:.6g}", f"{found.expected:.6g}", f"{found.allowed:.2g}")
             table.append((found.case, found.tensor, f"{found.error:.3f}", where, *numbers, verdict))

@@ -41,7 +41,7 @@ from ..dtypes import DTYPES, decode, encode
 from ..table import printable
 from .cases import Case, Problem, random_problem
 from .diagnosis import Diagnosis
-from .results import Finding, judge_all
+from .results import CALL, Finding, judge_all
 
 THREE_DIMENSIONS = "three dimensions"  # a layout for functions, with rows of x in two dimensions
 # Of narrow dtypes the rows have few different values, so that the errors of Welford's algorithm do
@@ -82,7 +82,7 @@ class Trial(NamedTuple):
         raised = f"it raised {type(error).__name__}: {printable(error)}"
         why = Diagnosis("the call is", float("inf"), raised)
         nan = float("nan")
-        return Finding(f"{self.problem.case}, {self.name}", "call", nan, (), nan, nan, nan, 1, why)
+        return Finding(f"{self.problem.case}, {self.name}", CALL, nan, (), nan, nan, nan, 1, why)
 
 
 def default_problem(case: Case, seed: int = 0) -> Problem:

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from plan_problems import A100, H200, QUANTIZED, RING, RTX_4090, RTX_5090, backward, forward
 
-from cupynorm.dispatch.devices import DEVICES
-from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.model import can_bundle, can_ring, scales_at_once
 from cupynorm.dispatch.problem import Layout, Problem, Tile
 
@@ -121,80 +119,3 @@ def test_scales_that_belong_to_no_block_of_columns():
 )
 def test_scales_of_blocks_in_one_launch(tile, strategy, block):
     assert scales_at_once(quantized("block"), tile, strategy) == block
-
-
-def splits_a_block(tile: Tile, block: int) -> bool:
-    """Whether a slice of the row, or what the lanes of one warp hold, ends inside a block."""
-    at_a_time, of_warp = tile.pack_size * tile.threads_per_row, tile.pack_size * 32
-    if tile.cluster_size > 1 and not (tile.exact == 1 and tile.cols % block == 0):
-        return True
-    if tile.path == "ring":
-        return tile.exact != 1 or of_warp % block != 0
-    by_warps = at_a_time % block == 0 and of_warp >= block
-    return not by_warps and not (block % at_a_time == 0 and tile.threads_per_row <= 32)
-
-
-# What else is fused with 8-bit rows; options of which a row of a data file is chosen come first.
-FUSED_WITH_SCALES = (
-    {"x": "bfloat16", "weight": "bfloat16"},
-    {"x": "float32"},
-    {"x": "float64"},
-    {"x": "float16", "residual": True},
-    {"x": "float32", "input": "bfloat16", "residual_dtype": "float32"},
-    {"x": "float16", "input": "float64", "residual_dtype": "float16"},
-)
-TILES_OF_CALLERS = [
-    (strategy, Tile(pack_size, threads, packs, rows, cluster_size, stages=stages))
-    for pack_size in (1, 2, 4, 8)
-    for packs in (1, 3, 8)
-    for strategy, threads, rows, cluster_size, stages in (
-        *(("warp", lanes, 128 // lanes, 1, 0) for lanes in (1, 4, 16, 32)),
-        *(("block", threads, 1, 1, 0) for threads in (32, 96, 160, 256)),
-        *(("block", threads, 1, 1, stages) for threads in (96, 128) for stages in (1, 2)),
-        *(("cluster", threads, 1, 2, stages) for threads in (32, 96, 128) for stages in (0, 2)),
-    )
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["A100", "RTX 4090", "H200", "B200", "RTX 5090"])
-def test_no_plan_splits_the_block_of_a_scale(device):
-    """One launch writes the scales of blocks only where each block lies in one slice of the row,
-    and there in lanes of one warp: chosen tiles, forced strategies, and tiles of callers."""
-    at_once = {"chosen": 0, "of a caller": 0}
-
-    def look(problem: Problem, strategy: str | None, tile: Tile | None = None) -> None:
-        try:
-            choice = choose(problem, DEVICES[device], strategy, tile)
-        except ValueError:  # too wide or too narrow, or not for this device
-            return
-        if choice.amax_kernel is None:
-            at_once["of a caller" if tile else "chosen"] += 1
-            assert not splits_a_block(choice.tile, 128), (problem, choice.tile)
-
-    def problem_of(num_cols: int, fused: dict) -> Problem:
-        named = {"y": "float8_e5m2", "scaling": "block", **fused}
-        layout = Layout.of_new_arrays(num_cols)
-        return Problem("forward", True, num_cols, layout=layout, **named)
-
-    for fused in FUSED_WITH_SCALES:
-        for num_cols in (1, 24, 32, 96, 127, 128, 160, 384, 640, 1000, 1024, 4096, 9216, 24576):
-            for strategy in (None, "warp", "block", "cluster", "uncached"):
-                look(problem_of(num_cols, fused), strategy)
-    for num_cols in range(128, 32768, 416):  # ranges of a data file
-        look(problem_of(num_cols, FUSED_WITH_SCALES[0]), None)
-    for at, (strategy, tile) in enumerate(TILES_OF_CALLERS):
-        for exact in (0, 1):
-            num_cols = tile.cluster_size * tile.cols - tile.pack_size * (1 - exact)
-            fused = FUSED_WITH_SCALES[at % len(FUSED_WITH_SCALES)]
-            look(problem_of(num_cols, fused), strategy, replace(tile, exact=exact))
-    assert at_once["chosen"] > 50 and at_once["of a caller"] > 30, at_once
-
-
-def test_the_check_of_split_blocks_can_fail():
-    for tile in (
-        Tile(8, 96, 2, cluster_size=2, exact=1, path="registers"),
-        Tile(2, 128, 4, exact=1, stages=2, path="ring"),
-        Tile(1, 64, 4, path="registers"),
-    ):
-        assert splits_a_block(replace(tile, pack_size=1), 128)

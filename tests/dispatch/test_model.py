@@ -11,6 +11,7 @@ from plan_problems import (
     GPUS,
     H200,
     QUANTIZED,
+    RING,
     RTX_4090,
     RTX_5090,
     backward,
@@ -24,7 +25,9 @@ from cupynorm.dispatch.model import (
     blocks_that_fit,
     check_tile,
     fits_smem,
+    reduce_bytes,
     registers_of_thread,
+    smem_bytes_of,
     warps_that_fit,
 )
 from cupynorm.dispatch.problem import SCALINGS, Tile
@@ -117,3 +120,26 @@ def test_shared_memory_that_fits():
     assert fits_smem(device, 100_000, 2) and not fits_smem(device, 100_001, 1)
     assert not fits_smem(replace(device, smem_per_sm=202_047), 100_000, 2)
     assert fits_smem(device, 0, 197) and not fits_smem(device, 0, 198)
+
+
+def test_shared_memory_by_hand():
+    """Each formula once in numbers, so that a mistake in both the structs and the model shows."""
+    # Two buffers of three sums for each of 4 warps, 4 or 8 bytes each.
+    assert reduce_bytes(forward(), 128) == 2 * 3 * 4 * 4
+    assert reduce_bytes(forward(x="float64"), 128) == 2 * 3 * 4 * 8
+    # A cluster of 2 adds two buffers of three sums for each block: 48 bytes.
+    assert reduce_bytes(forward(), 128, 2) == 2 * 3 * 4 * 4 + 2 * 3 * 2 * 4
+    # One warp: 24 bytes, rounded to 32.
+    assert reduce_bytes(forward(), 32) == 32
+    # A ring of 3 rows of 1536 columns in 3 warps: rows and 3 barriers a row; 2 broadcasts of 24
+    # bytes; 4 buffers of 3 floats for each warp and a barrier. 9512 is rounded up.
+    assert 3 * (1536 * 2 + 3 * 8) + 2 * 24 + 4 * (3 * 3 * 4 + 8) == 9512
+    assert smem_bytes_of(forward(1528), RING, "block") == 9520
+    # forward_warp needs none; backward keeps 2 sums for each column in each of 4 warps.
+    tile = Tile(8, 32, 4, rows_per_block=4, path="registers")
+    assert smem_bytes_of(forward(1024), tile, "warp") == 0
+    assert smem_bytes_of(backward(1024), tile, "warp") == 2 * 4 * 1024 * 4
+    assert smem_bytes_of(backward(1024), replace(tile, rows_per_block=1), "warp") == 0
+    # backward_parameters: 2 sums for each column of a pack of 8, 4 packs, in each of 16 warps.
+    parameters = Tile(8, 4, rows_per_block=128)
+    assert smem_bytes_of(backward(1024), parameters, "parameters") == 2 * 8 * 4 * 16 * 4

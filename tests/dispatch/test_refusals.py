@@ -182,7 +182,7 @@ def test_unknown_and_incomplete_choices():
     ):
         choose(problem, DEVICES["H200"], "tensor_core")
     with pytest.raises(
-        ValueError, match="statistics is 'naive'; expected one of two_pass, welford, or None"
+        ValueError, match="statistics is 'naive'; expected 'two_pass', 'welford' or None"
     ):
         choose(problem, DEVICES["H200"], statistics="naive")
     with pytest.raises(ValueError, match="tile is given without strategy"):

@@ -1,14 +1,12 @@
 """Every kind of kernel that plan can choose, for six architectures: what test_spills.py compiles.
 
-The whole grid takes half an hour of one core. With fewer than 8 cores it is a sample: fewer widths,
-and of the kernels that differ in the integers of their tile alone only the tightest.
+The whole grid takes half an hour of one core. With fewer than 8 cores it has fewer widths.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
@@ -300,7 +298,6 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     """The distinct kernels of the grid, each with the first problem that asks for it."""
     device = DEVICES[ARCHITECTURES[compute_capability]]
     found: dict[Kernel, str] = {}
-    launches: dict[Kernel, Launch] = {}
     rows = (16, 4096, 2**30)  # few rows may have tiles and kernels of their own
     for (problem, num_cols), num_rows in itertools.product(_grid(compute_capability), rows):
         made = plan_of(problem, num_cols, num_rows, device)
@@ -308,33 +305,10 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
             found.setdefault(launch.kernel, text)
-            launches.setdefault(launch.kernel, launch)
-    if not HAS_TIME:
-        found = {kernel: found[kernel] for kernel in tightest(launches)}
     limits = pack_limits(compute_capability)
     for launch in matrix_launches(limits, device):
         found.setdefault(launch.kernel, launch.kernel.name_expression)
     return found
-
-
-def tightest(launches: dict[Kernel, Launch]) -> list[Kernel]:
-    """Of kernels that differ in their tile's integers alone, the one closest to its registers.
-
-    Single elements and packs count as different, as do the paths of a row.
-    """
-    groups: dict[tuple, list[Kernel]] = {}
-    for kernel, launch in launches.items():
-        types = re.sub(r"Tile\{[^}]*\}", "", kernel.name_expression)
-        tile = launch.tile
-        key = (kernel.source, types, tile.path, tile.pack_size == 1)
-        groups.setdefault(key, []).append(kernel)
-
-    def load(kernel: Kernel) -> int:
-        """Elements in the registers of a multiprocessor."""
-        tile = launches[kernel].tile
-        return tile.elements * tile.block_size * tile.blocks_per_sm
-
-    return [max(kernels, key=load) for kernels in groups.values()]
 
 
 def batches(kernels: Iterable[Kernel]) -> list[list[Kernel]]:

@@ -23,10 +23,10 @@ from cupynorm.gpu.nvrtc import compile_for, compile_together, cuda_src
 from cupynorm.plans import plan
 
 # Tests of each architecture, so that pytest-xdist can share them out.
-PARTS = {80: 4, 86: 1, 89: 1, 90: 4, 100: 2, 120: 2}
+PARTS = {80: 2, 86: 1, 89: 1, 90: 2, 100: 1, 120: 1}
 # With few cores: (first, step) of the kernels that are compiled. The plans of sm_86 and sm_89 have
 # the same limits, so other kernels are compiled for each.
-SHARES = {80: (0, 8), 86: (1, 16), 89: (5, 16), 90: (4, 8), 100: (9, 16), 120: (13, 16)}
+SHARES = {80: (0, 12), 86: (1, 24), 89: (5, 24), 90: (4, 72), 100: (9, 24), 120: (13, 24)}
 
 
 @needs_nvrtc

@@ -19,7 +19,7 @@ import numpy as np
 from cupynorm import reference
 from cupynorm.dispatch import product_plan as products
 from cupynorm.dtypes import DTYPES, decode, encode
-from cupynorm.gpu.tensor_maps import map_on_cpu, tensor_map
+from cupynorm.gpu.launch import tensor_map
 from cupynorm.verify.bounds import half_ulp
 from cupynorm.verify.kernels import CpuMachine
 
@@ -173,7 +173,8 @@ def multiply(
         given.append(put(machine, values, dtype))
         sizes = (given[-1][1], *values.shape, values.shape[1] * 2)
         if isinstance(machine, CpuMachine):
-            maps.append(map_on_cpu(*sizes, tile))
+            address, rows, cols, row_bytes = sizes  # as in cuda_src/on_cpu/product_calls.h
+            maps.append((address, cols, rows, row_bytes, tile[1], tile[0], *[0] * 10))
         else:
             maps.append(tensor_map(*sizes, dtype, tile))
     made = [

@@ -32,7 +32,7 @@ WRONG = (
     ({"params_dtype": "half"}, "params_dtype is 'half'; expected torch.bfloat16, torch.float16, "),
     ({"parallel_mode": "both"}, "parallel_mode is 'both'; expected None, 'column' or 'row'"),
     ({"tp_group": object()}, "tp_group is an object; expected a group of torch"),
-    ({"tp_size": 0}, "tp_size is 0; expected an int, 1 or more"),
+    ({"tp_size": 0}, "tp_size is 0; expected an int of 1 or more"),
     ({"tp_size": 2.0}, "tp_size is 2.0; expected an int"),
     ({"tp_size": 3} | COLUMN, "out_features is 16 and tp_size is 3; expected a multiple of 3"),
     ({"tp_size": 5} | ROW, "in_features is 24 and tp_size is 5; expected a multiple of 5"),
@@ -69,7 +69,7 @@ def test_wrong_arguments_of_the_module_are_refused(options, sentence):
 )
 @pytest.mark.parametrize("name", ["in_features", "out_features"])
 def test_wrong_numbers_of_features_are_refused(name, given, error):
-    with pytest.raises(error, match=f"{name} is {given!r}; expected an int, 1 or more"):
+    with pytest.raises(error, match=f"{name} is {given!r}; expected an int of 1 or more"):
         LayerNormLinear(**{"in_features": 24, "out_features": 16, name: given}, **CPU)
     LayerNormLinear(**{"in_features": 24, "out_features": 16, name: np.int64(8)}, **CPU)(
         torch.ones(3, 8 if name == "in_features" else 24)

@@ -208,56 +208,46 @@ def test_a_missing_or_wrong_main_grad_is_refused():
     module(x.requires_grad_()).sum().backward()
 
 
-@pytest.mark.parametrize("fuse", (False, True))
-@pytest.mark.parametrize(
-    "options", ({}, {"parameters_split": SPLIT}, {"bias": False, "save_normalized": True}), ids=str
-)
-def test_delayed_weight_gradients_are_those_of_a_plain_layer(options, fuse):
-    """They are those of a plain layer, accumulated over two microbatches."""
-    options = options | {"params_dtype": torch.float64} | CPU
-    module = LayerNormLinear(
-        24, 16, delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse, **options
-    )
-    plain = LayerNormLinear(24, 16, **options)
+def test_what_surrounds_backward_dw():
+    module, plain = (LayerNormLinear(24, 16, delay_wgrad_compute=d, **CPU) for d in (True, False))
     assert module.need_backward_dw() and not plain.need_backward_dw()
-    problem = problem_of(module, dtype="float64")
-    plain.load_state_dict(module.state_dict())
-    if fuse:
-        main_grads(module, torch.float64)
-    ran = []
+    problem, ran = problem_of(module), []
     module.register_wgrad_accumulation_and_reduce_hooks(lambda: ran.append(1))
     for _ in range(2):
-        step(plain, problem, dtype="float64")
-        dx = step(module, problem, dtype="float64")
-        assert dx.abs().max() > 0 and not ran
-        assert all(each.grad is None for each in (*module.weights(), *module.biases()))
+        step(module, problem)
     for count in (1, 2):
         module.backward_dw()
         assert len(ran) == count
-    name = "main_grad" if fuse else "grad"
-    torch.testing.assert_close(
-        whole(module, name), whole(plain, "grad"), rtol=2.0**-50, atol=2.0**-50
-    )
-    for one, other in zip(module.biases(), plain.biases()):
-        assert torch.equal(one.grad, other.grad)
     with pytest.raises(RuntimeError, match="no backward has left a weight gradient"):
         module.backward_dw()
-    assert all(each.skip_backward_post_hook for each in (*module.weights(), *module.biases()))
+    assert all(each.skip_backward_post_hook for each in (module.weight, module.bias))
     plain.backward_dw()  # does nothing
-    step(module, problem, dtype="float64")
+    step(module, problem)
     assert not copy.deepcopy(module)._gradients.queue and len(module._gradients.queue) == 1
+
+
+LAYERS = (
+    (LayerNormLinear, {}),
+    (LayerNormLinear, {"parameters_split": {"q": 20, "k": 11}, "save_normalized": True}),
+    (LayerNormLinear, {"bias": False}),
+    (cupynorm.Linear, {}),
+)
 
 
 @pytest.mark.parametrize("fuse, delay", ((True, False), (False, True), (True, True)))
 @pytest.mark.parametrize("recipe", (None, cupynorm.recipes.CurrentScaling()), ids=str)
-@pytest.mark.parametrize("kind", (LayerNormLinear, cupynorm.Linear))
-def test_each_layer_has_the_gradients_of_a_plain_one(kind, recipe, fuse, delay):
-    """Sums in float32, in another order."""
+@pytest.mark.parametrize("kind, options", LAYERS)
+def test_each_layer_has_the_gradients_of_a_plain_one(kind, options, recipe, fuse, delay):
+    """Accumulated over two microbatches. Sums in float32, in another order."""
     torch.manual_seed(0)
-    module = kind(100, 31, fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **CPU)
-    plain, made = kind(100, 31, **CPU), []
+    own = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay}
+    module, plain, made = (
+        kind(100, 31, **options, **own, **CPU),
+        kind(100, 31, **options, **CPU),
+        [],
+    )
     plain.load_state_dict(module.state_dict())
-    module.weight.main_grad = torch.ones(31, 100)
+    main_grads(module, value=1.0)
     for each in (module, plain):
         torch.manual_seed(1)
         x = torch.randn(37, 100, requires_grad=True)
@@ -265,14 +255,14 @@ def test_each_layer_has_the_gradients_of_a_plain_one(kind, recipe, fuse, delay):
             with cupynorm.fp8_autocast(recipe is not None, recipe):
                 y = each(factor * x)
             y.backward(torch.randn(37, 31))
-        assert not delay or each is plain or each.bias.grad is None
+        if delay and each is module:
+            assert all(part.grad is None for part in (*each.weights(), *each.biases()))
         for _ in range(2):
             each.backward_dw()
-        made.append([x.grad, each.bias.grad, each.weight.grad])
-    if fuse:
-        assert made[0][2] is None
-        made[0][2] = module.weight.main_grad - 1
-    for got, right in zip(*made):
+        dweight = whole(module, "main_grad") - 1 if fuse and each is module else whole(each, "grad")
+        made.append([x.grad, dweight, *(bias.grad for bias in each.biases())])
+    assert not fuse or all(weight.grad is None for weight in module.weights())
+    for got, right in zip(*made, strict=True):
         assert (got - right).abs().max() <= 2.0**-18 * right.abs().max()
 
 

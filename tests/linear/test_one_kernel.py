@@ -58,11 +58,19 @@ def test_on_a_cpu_it_is_the_plain_path(norm_name):
         ("H200", "bfloat16", (9, 64, 60), "a multiple of 8 outputs; out_features is 60"),
         ("H200", "bfloat16", (2**31, 64, 64), "1 to 2147483647 rows; the input has 2147483648"),
         ("H200", "bfloat16", (1023, 64, 8192), "slower for less than 8388608 results; 1023 x 8192"),
+        ("H200", "bfloat16", (3, 4096, 64), "is for 1 to 2 rows; the input has 3"),
+        ("H200", "bfloat16", (1, 16392, 64), "multiples of 8 up to 16384; in_features is 16392"),
+        ("H200", "float16", (1, 60, 64), "multiples of 8 up to 16384; in_features is 60"),
+        ("A100", "bfloat16", (2, 16384, 300000), "300000 outputs do not fit"),
+        ("H200", "bfloat16", (1, 64, 0), "1 or more outputs; out_features is 0"),
+        ("H200", "float32", (1, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
     ],
     ids=str,
 )
 def test_reasons_of_a_plan(device, dtype, sizes, reason):
-    found = product_plan.why_not(DEVICES[device], dtype, sizes)
+    """Up to two rows have a plan of their own."""
+    why_not = product_plan.why_not_few if sizes[0] <= 3 else product_plan.why_not
+    found = why_not(DEVICES[device], dtype, sizes)
     assert found is None if reason is None else reason in found
 
 
@@ -92,22 +100,6 @@ def test_a_plan_of_few_rows(device, sizes):
     assert plan.launch.smem_bytes <= device.smem_per_block
     blocks, outputs = plan.launch.grid_size, plan.outputs_of_block
     assert (blocks - 1) * outputs < sizes[2] <= blocks * outputs and blocks <= device.num_sms
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "sizes", "reason"),
-    [
-        ("H200", "bfloat16", (3, 4096, 64), "is for 1 to 2 rows; the input has 3"),
-        ("H200", "bfloat16", (1, 16392, 64), "multiples of 8 up to 16384; in_features is 16392"),
-        ("H200", "float16", (1, 60, 64), "multiples of 8 up to 16384; in_features is 60"),
-        ("A100", "bfloat16", (2, 16384, 300000), "300000 outputs do not fit"),
-        ("H200", "bfloat16", (1, 64, 0), "1 or more outputs; out_features is 0"),
-        ("H200", "float32", (1, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
-    ],
-    ids=str,
-)
-def test_reasons_of_a_plan_of_few_rows(device, dtype, sizes, reason):
-    assert reason in product_plan.why_not_few(DEVICES[device], dtype, sizes)
 
 
 # The choice of a call.

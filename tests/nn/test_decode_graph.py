@@ -12,46 +12,24 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 
-BATCH, WIDTH, HEADS, VOCABULARY, LONGEST = 2, 256, 4, 97, 8
-
-
-class Block(torch.nn.Module):
-    """Attention over a cache of fixed shape, and an MLP, with a LayerNorm and an RMSNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.LayerNorm(WIDTH), torch.nn.RMSNorm(WIDTH)
-        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
-        self.up, self.down = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        shape = BATCH, HEADS, LONGEST, WIDTH // HEADS
-        self.register_buffer("keys", torch.zeros(shape))
-        self.register_buffer("values", torch.zeros(shape))
-
-    def forward(self, x, position):
-        q, k, v = self.qkv(self.first(x)).view(BATCH, HEADS, 1, -1).chunk(3, -1)
-        self.keys.index_copy_(2, position, k)
-        self.values.index_copy_(2, position, v)
-        seen = torch.arange(LONGEST, device=x.device) <= position
-        scores = (q @ self.keys.mT).masked_fill(~seen, -torch.inf)
-        x = x + (scores.softmax(-1) @ self.values).reshape(BATCH, WIDTH)
-        return x + self.down(self.up(self.second(x)).relu())
+BATCH, WIDTH, VOCABULARY, LONGEST = 2, 256, 97, 8
 
 
 class Decoder(torch.nn.Module):
-    """One token of each sequence in, logits of the next one out."""
+    """One token of each sequence in, logits of the next one out, by a cache of fixed shape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = torch.nn.ModuleList([Block(), Block()])
-        self.last = torch.nn.LayerNorm(WIDTH)
+        self.first, self.last = torch.nn.LayerNorm(WIDTH), torch.nn.RMSNorm(WIDTH)
         self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("rows", torch.zeros(LONGEST, BATCH, WIDTH))
 
     def forward(self, token, position):
         x = self.embedding(token)
-        for block in self.blocks:
-            x = block(x, position)
-        return self.head(self.last(x))
+        self.rows.index_copy_(0, position, self.first(x)[None])
+        seen = torch.arange(LONGEST, device=x.device) <= position
+        return self.head(self.last(x + (self.rows * seen[:, None, None]).sum(0)))
 
 
 def decoder(device: str, dtype: torch.dtype) -> Decoder:
@@ -78,7 +56,7 @@ def test_a_swapped_decoder_decodes_as_before():
     prompt = torch.arange(3 * BATCH).reshape(3, BATCH)
     before = decoded(copy.deepcopy(model), prompt)
     alone = decoded(copy.deepcopy(model), prompt[-1:])
-    assert len(cupynorm.swap_norms(model).swapped) == 5
+    assert len(cupynorm.swap_norms(model).swapped) == 2
     for one, other in zip(decoded(model, prompt), before, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert (alone[0] - before[-1]).abs().max() > 1e-3

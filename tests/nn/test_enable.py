@@ -204,6 +204,47 @@ def x(place):
     return torch.randn(4, 32, device=place)
 
 
+class Decoder(torch.nn.Module):
+    """A small Llama with RMSNorm, or GPT-2 with LayerNorm."""
+
+    def __init__(self, of_norm, width=32, num_layers=2):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, width)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleList(
+                [of_norm(width), torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)]
+                + [of_norm(width), torch.nn.Linear(width, width)]
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = of_norm(width)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for before, qkv, out, after, mlp in self.layers:
+            q, k, v = qkv(before(x)).chunk(3, -1)
+            x = x + out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            x = x + F.silu(mlp(after(x)))
+        return self.norm(x) @ self.embedding.weight.T
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_every_norm_of_a_model_is_served(place, name, autocast):
+    torch.manual_seed(1)
+    model = Decoder(getattr(torch.nn, name)).to(place)
+    tokens = torch.arange(10, device=place).view(2, 5)
+    with torch.autocast(place, torch.bfloat16, enabled=autocast):
+        expected = [each.double() for each in step(model, tokens)]
+        with cupynorm.enabled() as calls:
+            made = step(model, tokens)
+            with torch.no_grad():
+                model(tokens)
+    assert_near(made, expected, torch.bfloat16 if autocast else torch.float32)
+    assert sum(calls.served.values()) == 15  # 5 norms, forward, backward and without gradients
+    assert calls.left == {}
+
+
 def test_checkpoints(model, x):
     from torch.utils.checkpoint import (
         CheckpointPolicy,
@@ -269,13 +310,34 @@ def test_after_a_graph_break_no_kernel_is_traced(place):
     torch._dynamo.reset()
 
 
-def test_jagged_rows_and_a_replicated_dtensor(place):
+def test_jagged_rows(place):
     x, weight, bias = tensors(place, torch.float32, grad=False)
     rows = torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged)
     with cupynorm.enabled() as calls:
         made = F.layer_norm(rows, (64,), weight, bias)
     assert_near([made.values()], [norm(True, *wide([x, weight, bias]))], torch.float32)
     assert calls.served["layer_norm"] == 1
+
+
+def test_dtensors_by_their_shards(place, tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    given = tensors(place, torch.float32)
+    expected = [gradients(centered, *wide(given)) for centered in (True, False)]
+    address = f"file://{tmp_path}/group"
+    distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh(place, (1,))
+        x = distribute_tensor(given[0].detach(), mesh, [Shard(0)]).requires_grad_()
+        parameters = [distribute_tensor(each.detach(), mesh).requires_grad_() for each in given[1:]]
+        with cupynorm.enabled() as calls:
+            made = [gradients(centered, x, *parameters) for centered in (True, False)]
+        for one, other in zip(made, expected):
+            assert_near([each.full_tensor() for each in one], other, torch.float32)
+    finally:
+        distributed.destroy_process_group()
+    assert calls.served == EACH_STEP
 
 
 def test_functorch_transforms(place):

@@ -75,3 +75,22 @@ def test_a_model_whose_norms_were_swapped():
     x = draw(3, 4, 16)
     (got,) = run(export(swapped, x), x)
     torch.testing.assert_close(got, layer(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("exports", [torch.export.export, torch.jit.trace], ids=["export", "trace"])
+def test_no_exporter_needs_a_function_for_rms_norm(exports, monkeypatch):
+    """Of torch 2.11 none has one for rms_norm. So it is written out, of fake tensors too."""
+
+    def missing(*arguments):
+        raise AssertionError("there is no ONNX function for it")
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", missing)
+    layers = (
+        cupynorm.RMSNorm(16),
+        cupynorm.LayerNormLinear(16, 8, normalization="RMSNorm", device="cpu"),
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
+        assert exports(torch.nn.Sequential(*layers).eval(), (draw(5, 16),)) is not None
+    fake = torch._subclasses.FakeTensorMode().from_tensor(draw(5, 16))
+    assert cupynorm.rms_norm(fake, 16).shape == (5, 16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -33,34 +32,33 @@ from cupynorm.nn import modules  # noqa: E402
 
 TWICE = "x_hat was rounded to 16 bits before the weight, now y alone is"
 WIDENED = "y of 16-bit input with a float32 weight was float32, now 16-bit"
+THRICE = f"more than y was rounded to 16 bits, now y alone is; {WIDENED}"
 
 
+class ForInference(LlamaRMSNorm):
+    """It has no gradients, so that none can differ."""
+
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+# The module, its replacement, whether that is zero-centered, and the remark.
 RECOGNISED = {
     "torch.nn.LayerNorm": (lambda: torch.nn.LayerNorm(64, 0.1), "LayerNorm", False, ""),
     "without bias": (lambda: torch.nn.LayerNorm(64, bias=False), "LayerNorm", False, ""),
-    "without weight": (
-        lambda: torch.nn.LayerNorm(64, elementwise_affine=False),
-        "LayerNorm",
-        False,
-        "",
-    ),
+    "without weight": (lambda: torch.nn.LayerNorm(64, 1e-5, False), "LayerNorm", False, ""),
     "of two dimensions": (lambda: torch.nn.LayerNorm((4, 64)), "LayerNorm", False, ""),
     "torch.nn.RMSNorm": (lambda: torch.nn.RMSNorm(64), "RMSNorm", False, ""),
-    "Llama": (lambda: LlamaRMSNorm(64), "RMSNorm", False, f"{WIDENED}"),
-    "T5": (lambda: T5LayerNorm(64), "RMSNorm", False, f"{WIDENED}"),
+    "Llama": (lambda: LlamaRMSNorm(64), "RMSNorm", False, WIDENED),
+    "T5": (lambda: T5LayerNorm(64), "RMSNorm", False, WIDENED),
+    "for inference": (lambda: ForInference(64), "RMSNorm", False, WIDENED),
     "Gemma": (lambda: GemmaRMSNorm(64), "RMSNorm", True, ""),
     "Cohere": (lambda: CohereLayerNorm(64), "LayerNorm", False, ""),
-    "in 16 bits": (
-        lambda: In16Bits(64),
-        "RMSNorm",
-        False,
-        f"more than y was rounded to 16 bits, now y alone is; {WIDENED}",
-    ),
+    "in 16 bits": (lambda: In16Bits(64), "RMSNorm", False, THRICE),
     "Clip": (lambda: ClipLayerNorm(64), "LayerNorm", False, ""),
 }
-
-
-ROUNDS = ("Llama", "T5")
+ROUNDS = ("Llama", "T5", "for inference")
 
 
 @pytest.mark.parametrize("what", RECOGNISED)
@@ -68,28 +66,21 @@ def test_a_known_norm_is_swapped(what):
     make, kind, zero_centered, remark = RECOGNISED[what]
     module = make()
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(generator=torch.Generator().manual_seed(1))
+        for each in module.parameters():
+            each.normal_(generator=torch.Generator().manual_seed(1))
     model = torch.nn.Sequential(module).eval()
-    before, state, rng = (
-        dict(model.named_parameters()),
-        copy.deepcopy(model.state_dict()),
-        torch.get_rng_state(),
-    )
+    before, state = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    rng = torch.get_rng_state()
     x = random_input(3, 2, 4, *(getattr(module, "normalized_shape", None) or module.weight.shape))
-    expected = model(x)
-    report = cupynorm.swap_norms(model)
-    assert [(swap.name, swap.now, swap.remark) for swap in report.swapped] == [
-        ("0", f"cupynorm.{kind}", f"{TWICE}; {remark}" if what in ROUNDS else remark)
-    ]
-    assert not report.left
-    assert (
-        type(model[0]) is getattr(cupynorm, kind) and model[0].zero_centered_gamma is zero_centered
-    )
-    assert model[0].training is False
+    expected, report = model(x), cupynorm.swap_norms(model)
+    (swap,) = report.swapped
+    assert swap[::2] == ("0", f"cupynorm.{kind}") and not report.left
+    assert swap.remark == (f"{TWICE}; {remark}" if what in ROUNDS else remark)
+    assert type(model[0]) is getattr(cupynorm, kind)
+    assert model[0].zero_centered_gamma is zero_centered and model[0].training is False
     # Parameters, their values and the random state are unchanged.
-    assert list(before) == list(dict(model.named_parameters()))
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    after = dict(model.named_parameters())
+    assert [*before] == [*after] and all(after[name] is each for name, each in before.items())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
     # Both results are float32, each within the bounds of gradient_check for this width.
@@ -170,30 +161,13 @@ def test_classes_of_other_libraries_are_known_by_name(
     parameters = {key: parameter(*shape) for key, shape in shapes.items()}
     model = torch.nn.ModuleDict({"norm": foreign(name, module, **parameters, **attributes)})
     report = cupynorm.swap_norms(model)
-    (swap,) = report.swapped
-    assert (
-        swap[:3] == ("norm", f"{module.partition('.')[0]}.{name}", f"cupynorm.{kind}")
-        and not report.left
-    )
+    (swap,), made = report.swapped, model["norm"]
+    assert swap[:3] == ("norm", f"{module.partition('.')[0]}.{name}", f"cupynorm.{kind}")
     assert ("weight's dtype" in swap.remark) is (module.startswith(TE) or name.startswith("Mixed"))
-    made = model["norm"]
-    assert type(made) is getattr(cupynorm, kind) and made.eps == 0.1
+    assert type(made) is getattr(cupynorm, kind) and made.eps == 0.1 and not report.left
     assert all(getattr(made, key) is value for key, value in parameters.items())
     assert {key: getattr(made, key) for key in modules.EXTRAS} == modules.EXTRAS | extras
     assert made(random_input(3, 4, 64)).shape == (3, 4, 64)
-
-
-def test_a_norm_for_inference_is_swapped():
-    """It has no gradients, so that none can differ."""
-
-    class ForInference(LlamaRMSNorm):
-        @torch.no_grad()
-        def forward(self, x):
-            return super().forward(x)
-
-    model = torch.nn.Sequential(ForInference(64))
-    cupynorm.swap_norms(model)
-    assert type(model[0]) is cupynorm.RMSNorm
 
 
 class Block(torch.nn.Module):
@@ -291,18 +265,9 @@ class Doubling(torch.nn.LayerNorm):
         return 2 * super().__call__(x)
 
 
-class AnyNumber(LlamaRMSNorm):
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(sum(inputs))
-
-
 class LayerNorm2d(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-class OtherParameter(torch.nn.Parameter):
-    pass
 
 
 def with_(module: torch.nn.Module, **attributes) -> torch.nn.Module:
@@ -374,7 +339,6 @@ LEFT = {
     ),
     "raises": (Odd(raising), "its forward raised RuntimeError on the CPU: Triton kernels"),
     "gate": (Gated(64), "its forward takes x, gate; expected one input"),
-    "any number of inputs": (AnyNumber(64), "its forward takes inputs; expected one input"),
     "__call__": (Doubling(64), "its class has a __call__ of its own"),
     "sharded": (after(torch.nn.LayerNorm(64), flatten), SHARDED),
     "forward hook": (
@@ -416,10 +380,6 @@ LEFT = {
     "other shapes": (
         with_(torch.nn.LayerNorm(64), bias=parameter(1)),
         "its weight has shape (64,), its bias has shape (1,)",
-    ),
-    "other parameter": (
-        with_(torch.nn.RMSNorm(64), weight=OtherParameter(torch.ones(64))),
-        "its weight is a OtherParameter; expected a plain",
     ),
     "TransformerEngine's operation": (
         foreign(
@@ -580,10 +540,3 @@ def test_a_wrong_margin_leaves_the_model_as_it_was():
     with pytest.raises(ValueError):
         cupynorm.swap_norms(model)
     assert all(now is was for now, was in zip(model, before))
-
-
-def test_a_report_can_be_pickled():
-    _, _, report = two_norms()
-    twin = pickle.loads(pickle.dumps(report))
-    twin.undo()
-    assert str(twin) == str(report) and type(twin._model[0]) is torch.nn.LayerNorm

@@ -205,3 +205,42 @@ def test_a_compiled_call_draws_its_seed(compile_anew):
     assert torch.equal(compiled(x), first) and not torch.equal(first, second)
     (dx,) = torch.autograd.grad(first.sum(), x)
     assert torch.equal(dx, first)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_checkpoint_that_keeps_the_random_state_runs_the_same_mask_again(seed, use_reentrant):
+    x = random(64, 40).requires_grad_()
+    run = functools.partial(
+        torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant, preserve_rng_state=True
+    )
+
+    def call(x):
+        return cupynorm.layer_norm(x, 40, fuse=dropout(0.5, seed))
+
+    gradients = []
+    for f in (call, functools.partial(run, call)):
+        torch.manual_seed(1)
+        x.grad = None
+        f(x).cos().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+    assert 0.3 < (gradients[0] == 0).double().mean() < 0.7
+
+
+def test_a_checkpoint_that_loses_the_random_state_needs_a_seed():
+    """As it does with torch's dropout: its gradients are of another mask."""
+    x = random(64, 40).requires_grad_()
+    masks = {}
+    for seed in (None, 3):
+        y = torch.utils.checkpoint.checkpoint(
+            lambda x, seed=seed: cupynorm.layer_norm(
+                x, 40, residual=0 * x, return_residual=True, fuse=dropout(0.5, seed)
+            )[1],
+            x,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        masks[seed] = torch.equal(y == 0, dx == 0)
+    assert masks == {None: False, 3: True}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import cupynorm
 from cupynorm.gpu import on_cpu
 
 nbformat = pytest.importorskip("nbformat")
@@ -102,6 +103,17 @@ def test_stored_outputs(path):
     stored = path.read_text(encoding="utf-8")
     for folder in (str(ROOT), str(Path.home()), "/tmp/", "/home/"):
         assert f"{folder.rstrip('/')}/" not in stored  # no path of the machine that made it
+
+
+def test_stored_outputs_name_lines_as_the_files_have_them():
+    skip_without_compiler()
+    (path,) = (path for path in NOTEBOOKS if path.stem == "2_one_warp")
+    named = re.compile(r"^(\w+\.cuh?:\d+) +(\w+)", re.MULTILINE)
+    tile = cupynorm.Tile(pack_size=4, threads_per_row=32, packs_per_thread=2, rows_per_block=2)
+    fresh = named.findall(str(cupynorm.trace(256, 4, "float32", strategy="warp", tile=tile)))
+    texts = [text_of(cell) for cell in code_cells(read(path))]
+    (stored,) = (found for text in texts if (found := named.findall(text)))
+    assert fresh and stored == fresh
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -177,7 +177,7 @@ def test_wrong_functions_are_one_sentence(function, message):
             "bias is given; expected None: your function has no parameter for it",
         ),
         ({"inputs": (np.ones((2, 4)),), "traps": True}, "traps is given together with inputs"),
-        ({"norm": "batch_norm"}, "norm is 'batch_norm'; expected layer_norm or rms_norm"),
+        ({"norm": "batch_norm"}, "norm is 'batch_norm'; expected 'layer_norm' or"),
         ({"seed": -1}, "seed is -1; expected an int of 0 or more"),
     ],
 )
