@@ -44,13 +44,16 @@ class Format(enum.Enum):
     E4M3 = (E4M3, E4M3)
 
 
-def _check(recipe: Any, **allowed: tuple[bool, type[Exception], str]) -> None:
-    """Raises for the first argument that is not right. allowed: (is right, error, expected)."""
-    form = isinstance(recipe.fp8_format, Format)
-    allowed["fp8_format"] = form, TypeError, "Format.E4M3 or Format.HYBRID"
-    for name, (is_right, error, expected) in allowed.items():
-        if not is_right:
-            raise error(f"{name} is {shown(getattr(recipe, name))}; expected {expected}")
+def _check(
+    recipe: Any, name: str, is_right: bool, expected: str, error: type[Exception] = TypeError
+) -> None:
+    if not is_right:
+        raise error(f"{name} is {shown(getattr(recipe, name))}; expected {expected}")
+
+
+def _check_format(recipe: Any) -> None:
+    is_format = isinstance(recipe.fp8_format, Format)
+    _check(recipe, "fp8_format", is_format, "Format.E4M3 or Format.HYBRID")
 
 
 def _is_number(value: object) -> bool:
@@ -105,29 +108,22 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         margin, length, most = self.margin, self.amax_history_len, _LARGEST_MARGIN
         of_amax, of_scale = self.amax_compute_algo, self.scaling_factor_compute_algo
+        _check_format(self)
+        for name in ("fp8_dpa", "fp8_mha"):
+            is_off = getattr(self, name) is False
+            _check(self, name, is_off, "False: there is no attention here", ValueError)
         is_finite = _is_number(margin) and -math.inf < margin < math.inf
-        is_int = isinstance(length, numbers.Integral) and not isinstance(length, bool)
-        is_algo = callable(of_amax) or str(of_amax) in ("max", "most_recent")
-        names = "'max', 'most_recent' or a callable"
-        is_formula = of_scale is None or callable(of_scale)
-        is_bool = isinstance(self.reduce_amax, bool)
-        no_attention = "False: there is no attention here"
-        _check(
-            self,
-            fp8_dpa=(self.fp8_dpa is False, ValueError, no_attention),
-            fp8_mha=(self.fp8_mha is False, ValueError, no_attention),
-            margin=(is_finite, TypeError, "a finite number"),
-            amax_history_len=(is_int, TypeError, "an int, 1 or more"),
-            amax_compute_algo=(is_algo, ValueError, names),
-            reduce_amax=(is_bool, TypeError, "True or False"),
-            scaling_factor_compute_algo=(is_formula, TypeError, "None or a callable"),
-        )
+        _check(self, "margin", is_finite, "a finite number")
         in_range = f"-{most} to {most}, as scales are of float32"
-        _check(
-            self,
-            margin=(-most <= margin <= most, ValueError, in_range),
-            amax_history_len=(length >= 1, ValueError, "1 or more"),
-        )
+        _check(self, "margin", -most <= margin <= most, in_range, ValueError)
+        is_int = isinstance(length, numbers.Integral) and not isinstance(length, bool)
+        _check(self, "amax_history_len", is_int, "an int, 1 or more")
+        _check(self, "amax_history_len", length >= 1, "1 or more", ValueError)
+        is_algo = callable(of_amax) or str(of_amax) in ("max", "most_recent")
+        _check(self, "amax_compute_algo", is_algo, "'max', 'most_recent' or a callable", ValueError)
+        _check(self, "reduce_amax", isinstance(self.reduce_amax, bool), "True or False")
+        is_formula = of_scale is None or callable(of_scale)
+        _check(self, "scaling_factor_compute_algo", is_formula, "None or a callable")
 
 
 @dataclass(frozen=True)
@@ -154,14 +150,12 @@ class CurrentScaling:
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
-        amax, is_bool = self.amax_epsilon, isinstance(self.power_of_two, bool)
-        _check(
-            self,
-            power_of_two=(is_bool, TypeError, "True or False"),
-            amax_epsilon=(_is_number(amax), TypeError, "a number that is 0 or more"),
-        )
+        amax = self.amax_epsilon
+        _check_format(self)
+        _check(self, "power_of_two", isinstance(self.power_of_two, bool), "True or False")
+        _check(self, "amax_epsilon", _is_number(amax), "a number that is 0 or more")
         expected = "0 or more, and no more than float32 holds"
-        _check(self, amax_epsilon=(0 <= amax <= LARGEST_FLOAT32, ValueError, expected))
+        _check(self, "amax_epsilon", 0 <= amax <= LARGEST_FLOAT32, expected, ValueError)
 
 
 @dataclass(frozen=True)
@@ -189,8 +183,8 @@ class BlockScaling:
     power_of_two: bool = True
 
     def __post_init__(self) -> None:
-        is_bool = isinstance(self.power_of_two, bool)
-        _check(self, power_of_two=(is_bool, TypeError, "True or False"))
+        _check_format(self)
+        _check(self, "power_of_two", isinstance(self.power_of_two, bool), "True or False")
 
 
 RECIPES = (DelayedScaling, CurrentScaling, BlockScaling)

@@ -102,12 +102,6 @@ class Quantizers:
         """Whether bfloat16 holds the values of blocks: whether their scales are powers of two."""
         return not self.in_blocks or self.recipe.power_of_two
 
-    def transposed_weight(self, data: Tensor, scale_inv: Tensor) -> Factor:
-        """What a weight's transposed copy and its scales mean."""
-        if isinstance(self.recipe, BlockScaling):
-            return Factor(data, scale_inv, BLOCK_SIZE)
-        return Factor(data, scale_inv)
-
     def of_normalized(
         self, *, transpose: bool
     ) -> tuple[Quantization, Tensor | None, Tensor | None]:
@@ -234,15 +228,11 @@ class LinearState(scales.Fp8State):
         quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
         if isinstance(recipe, DelayedScaling) and scales.runs:
             quantizers.forward_scale = scales.kept(quantizers.states["forward"].scale.clone)
-        if keeps:
-            self._use_scales(region, recipe)
-        return quantizers
-
-    def _use_scales(self, region: scales.Region, recipe: Recipe) -> None:
-        if isinstance(recipe, DelayedScaling):
+        if keeps and isinstance(recipe, DelayedScaling):
             for name, at in (("forward", 0), ("backward", scales.OF_BACKWARD)):
                 used = scales.UsedScales(self.scales[name], recipe, region.group)
                 region.used[self.slot, at] = used
+        return quantizers
 
     def quantized_weight(
         self,

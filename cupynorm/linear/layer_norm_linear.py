@@ -254,20 +254,17 @@ def _by_torch(
         num_weights = len(operands.weights)
         y, _, _ = _apply(Products(alone), sink, (None, None), num_weights, *operands.all())
     else:
-        y = _product_by_torch(normalized, operands, options)
+        parts = operands.weights, operands.biases
+        if by_torch.is_any_dtensor(normalized):
+            parts = ([by_torch.on_every_rank(each, normalized) for each in part] for part in parts)
+        elif by_torch.is_any_dtensor(*operands.weights, *operands.biases):
+            raise TypeError(
+                "a weight or bias is a DTensor and input is a Tensor; expected input to be a "
+                "DTensor"
+            )
+        weight, bias = (concatenate(part, options.dtype) for part in parts)
+        y = functional.linear(normalized, weight, bias)
     return y, normalized if options.return_normalized else None, added
-
-
-def _product_by_torch(normalized: Tensor, operands: Operands, options: LinearOptions) -> Tensor:
-    parts = operands.weights, operands.biases
-    if by_torch.is_any_dtensor(normalized):
-        parts = ([by_torch.on_every_rank(each, normalized) for each in part] for part in parts)
-    elif by_torch.is_any_dtensor(*operands.weights, *operands.biases):
-        raise TypeError(
-            "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
-        )
-    weight, bias = (concatenate(part, options.dtype) for part in parts)
-    return functional.linear(normalized, weight, bias)
 
 
 def normalize_and_add(options: LinearOptions, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -170,28 +170,34 @@ class LinearLayer(scales.KeepsScales):
 
     def _check_in_fp8(self, operands: Operands, options: LinearOptions) -> None:
         """Raises for a call that cannot be in 8 bits, before it changes any scale."""
-        _refuse_transforms(operands)
-        if operands.input.is_nested:
-            raise NotImplementedError(
-                "input is nested inside fp8_autocast; expected input.values(), its rows"
-            )
-        if modes.is_recorded():
-            raise NotImplementedError(
-                "torch.export or make_fx was asked to record a layer inside fp8_autocast; expected "
-                "it outside"
-            )
-        if not by_torch.is_any_dtensor(operands.input):
-            arrays.check_addresses(input=operands.input)  # also refuses sparse ones
+        tensors = operands.all()
+        for what, is_asked in (
+            ("torch.jit.trace was asked to record", modes.is_jit_traced()),
+            ("torch.export or make_fx was asked to record", modes.is_recorded()),
+            (
+                "torch.func or forward mode was asked to transform",
+                modes.has_functorch_transforms() or modes.have_tangents(tensors),
+            ),
+        ):
+            if is_asked:
+                raise NotImplementedError(
+                    f"{what} a layer inside fp8_autocast; expected it outside"
+                )
+        for what, is_given, expected in (
+            ("a DTensor", by_torch.is_any_dtensor(*tensors), "to_local()"),
+            ("a nested tensor", operands.input.is_nested, "input.values(), its rows"),
+        ):
+            if is_given:
+                raise NotImplementedError(
+                    f"{what} was given to a linear layer inside fp8_autocast; expected {expected}"
+                )
+        arrays.check_addresses(input=operands.input)  # also refuses sparse ones
         if is_fused(self.fused):
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if operands.input.dtype == torch.float64:
             raise TypeError(
                 "input is of dtype float64 inside fp8_autocast; "
                 "expected float16, bfloat16 or float32"
-            )
-        if by_torch.is_any_dtensor(*operands.all()):
-            raise NotImplementedError(
-                "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
         check_call(operands, options)
 
@@ -257,18 +263,6 @@ class LinearLayer(scales.KeepsScales):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         parameters.join_parts(self)
-
-
-def _refuse_transforms(operands: Operands) -> None:
-    if modes.is_jit_traced():
-        raise NotImplementedError(
-            "torch.jit.trace was asked to record a layer inside fp8_autocast; expected it outside"
-        )
-    if modes.has_functorch_transforms() or modes.have_tangents(operands.all()):
-        raise NotImplementedError(
-            "torch.func or forward mode was asked to transform a layer inside fp8_autocast; "
-            "expected it outside"
-        )
 
 
 class Linear(LinearLayer, torch.nn.Linear):

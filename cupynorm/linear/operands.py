@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dtypes import DTYPES
 from ..gpu import arrays
 from ..nn import quantization
-from ..nn.modes import name_of, outside_autocast
+from ..nn.modes import SUPPORTED, name_of, outside_autocast
 from ..norm import checks, quantized
 from ..norm.request import Array, Launch
 from ..options import check_choice
@@ -139,22 +138,20 @@ def fits(operands: Operands) -> bool:
     """
     input, _, norm_weight, norm_bias, weights, biases = operands
     try:
-        in_features, dtype, device = input.shape[-1], input.dtype, input.device
-        for at, weight in enumerate(weights):
-            num_rows, num_cols = weight.shape
-            if num_cols != in_features or weight.dtype != dtype or weight.device != device:
+        cols, dtype, device = input.shape[-1:], input.dtype, input.device
+        for each in (*weights, *biases):
+            if each.dtype != dtype or each.device != device:
                 return False
-            if biases:
-                bias = biases[at]
-                if bias.shape != (num_rows,) or bias.dtype != dtype or bias.device != device:
-                    return False
         for parameter in (norm_weight, norm_bias):
             if parameter is not None:
-                if parameter.shape != (in_features,) or parameter.device != device:
+                is_there = parameter.shape == cols and parameter.device == device
+                if not is_there or parameter.dtype not in SUPPORTED:
                     return False
-                if arrays.dtype_name(parameter) not in DTYPES:
-                    return False
-        return arrays.dtype_name(input) in DTYPES
+        shapes = [each.shape for each in weights]
+        are_matrices = all([len(shape) == 2 and shape[1:] == cols for shape in shapes])
+        of_biases = [each.shape for each in biases]
+        is_right = not biases or of_biases == [shape[:1] for shape in shapes]
+        return are_matrices and is_right and dtype in SUPPORTED
     except (AttributeError, IndexError, TypeError, ValueError):
         return False
 

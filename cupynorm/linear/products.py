@@ -252,7 +252,8 @@ class Products:
     def dnormalized(self, dy: OutputGradient, saved: Saved, weights: Sequence[Tensor]) -> Tensor:
         """dy weight of this rank, [num_rows, in_features]."""
         if self.quantizers is not None:
-            weight = self.quantizers.transposed_weight(saved.weight, saved.weight_scale)
+            block_rows = BLOCK_SIZE if self.in_blocks else None
+            weight = Factor(saved.weight, saved.weight_scale, block_rows)
         else:
             weight = Factor(self.joined(saved, weights).t(), None)
         return self.multiply(dy.factor, weight, self.options.dtype)
@@ -307,7 +308,12 @@ class Products:
             return Factor(data, scale, *((1, BLOCK_SIZE) if self.in_blocks else ()))
         dtype = quantizers.dtype("input")
         if scale is not None and not arrays.on_host(saved.x):
-            return Factor(*normalized_in_8_bits_again(self.options, saved, name_of(dtype), scale))
+            options, of_x = self.options, (saved.mean, saved.rstd)
+            parameters = saved.norm_weight, saved.norm_bias, options.zero_centered_weight
+            of_norm = OfNorm(options.centered, *parameters, *of_x)
+            how = {"wants_data": False, "transpose": True, "of_norm": of_norm}
+            made = quantize(as_rows(saved.x), name_of(dtype), scale, **how)
+            return Factor(made.transposed, made.scale_inv)
         values = make_values(torch.float32)
         if scale is None:
             quantized = quantizers.quantize("input", values, transpose=True)
@@ -623,24 +629,3 @@ def norm_in_8_bits(
         )
     )
     return quantized, None if mean is None else mean.reshape(leading), rstd.reshape(leading)
-
-
-def normalized_in_8_bits_again(
-    options: LinearOptions, saved: Saved, format: str, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The transposed 8-bit copy of the normalised tensor, by a known scale, on a GPU; its
-    scale_inv.
-
-    format: of 8-bit floats, by name.
-    """
-    of_norm = OfNorm(
-        options.centered,
-        saved.norm_weight,
-        saved.norm_bias,
-        options.zero_centered_weight,
-        saved.mean,
-        saved.rstd,
-    )
-    x = as_rows(saved.x)
-    made = quantize(x, format, scale, wants_data=False, transpose=True, of_norm=of_norm)
-    return made.transposed, made.scale_inv

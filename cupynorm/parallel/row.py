@@ -111,13 +111,16 @@ def backward(
 
     of_norm: tuple[Tensor | None, ...] = (None, None, None)
     if x_hat is not None:
-        of_parameters = parameter_gradients(total, x_hat, operands, wants_norm[1:])
-        dx = None
+        dx = dweight = dbias = None
+        if wants_norm[1]:
+            dweight = (total * x_hat).sum(0).to(operands.norm_weight.dtype)
+        if wants_norm[2]:
+            dbias = total.sum(0, dtype=x_hat.dtype).to(operands.norm_bias.dtype)
         if reduction is not None:
             means = reduction.wait() / (input.shape[-1] * sharding.size)
             dx = dx_of(total, x_hat, norm_scale, means, statistics[-1], input.dtype)
             dx = dx.reshape(input.shape)
-        of_norm = dx, *of_parameters
+        of_norm = dx, dweight, dbias
     gradients = zip((of_norm[0], None, *of_norm[1:], *dparts), wanted)
     return tuple(each if is_wanted else None for each, is_wanted in gradients)
 
@@ -235,15 +238,3 @@ def dx_of(
         torch.addcmul(means[1], x_hat, means[0], out=x_hat)
     x_hat.addcmul_(dy, scale)
     return torch.mul(x_hat, rstd[:, None], out=dx)
-
-
-def parameter_gradients(
-    dy: Tensor, x_hat: Tensor, operands: Operands, wanted: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Those of the norm's weight and bias: sums over rows, in the dtypes of the parameters."""
-    dweight = dbias = None
-    if wanted[0]:
-        dweight = (dy * x_hat).sum(0).to(operands.norm_weight.dtype)
-    if wanted[1]:
-        dbias = dy.sum(0, dtype=x_hat.dtype).to(operands.norm_bias.dtype)
-    return dweight, dbias

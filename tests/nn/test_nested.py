@@ -72,5 +72,8 @@ def test_what_cannot_be_is_refused_in_a_sentence():
             cupynorm.layer_norm(input, COLS, **options)
     with pytest.raises(TypeError, match="residual is a torch tensor of layout jagged"):
         cupynorm.rms_norm(input.detach().values(), COLS, residual=input)
-    with cupynorm.fp8_autocast(), pytest.raises(NotImplementedError, match="nested inside fp8_aut"):
+    with (
+        cupynorm.fp8_autocast(),
+        pytest.raises(NotImplementedError, match="a nested tensor was given"),
+    ):
         layer(input)

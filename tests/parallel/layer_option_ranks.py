@@ -235,14 +235,18 @@ def a_returned_bias(case, rank):
 
 
 @for_main
-def a_group_that_is_set_later_and_a_copy(case, rank):
-    problem, own = problem_of(case), Shares(case, rank)
-    size = distributed.get_world_size()
-    layer = make_layer(case, problem, own, tp_group=None, tp_size=size)
-    layer.set_tensor_parallel_group(distributed.group.WORLD)
+def a_group_that_is_set_later_and_copies(case, rank):
+    """A pickled layer needs its group again."""
+    problem, own, group = problem_of(case), Shares(case, rank), distributed.group.WORLD
+    layer = make_layer(case, problem, own, tp_group=None, tp_size=distributed.get_world_size())
+    layer.set_tensor_parallel_group(group)
+    pickled = pickle.loads(pickle.dumps(layer))
     x, _ = inputs(problem, own)
+    refused(RuntimeError, "the layer has no tp_group; expected set_tensor_p", lambda: pickled(x))
+    pickled.set_tensor_parallel_group(group)
     right = make_layer(case, problem, own)(x)
-    assert torch.equal(layer(x), right) and torch.equal(copy.deepcopy(layer)(x), right)
+    for each in (layer, copy.deepcopy(layer), pickled):
+        assert torch.equal(each(x), right)
     with torch.no_grad():
         assert torch.equal(layer(x), right)
 
@@ -261,18 +265,6 @@ def no_rows_and_inference_mode(case, rank):
     with torch.inference_mode():
         y = layer(x.detach())
     assert torch.equal(y, layer(x))
-
-
-@for_main
-def a_pickled_layer_needs_its_group_again(case, rank):
-    problem, own = problem_of(case), Shares(case, rank)
-    layer = make_layer(case, problem, own)
-    x, _ = inputs(problem, own)
-    right = layer(x)
-    copied = pickle.loads(pickle.dumps(layer))
-    refused(RuntimeError, "the layer has no tp_group; expected set_tensor_p", lambda: copied(x))
-    copied.set_tensor_parallel_group(distributed.group.WORLD)
-    assert torch.equal(copied(x), right)
 
 
 @for_main
