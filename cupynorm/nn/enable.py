@@ -5,7 +5,7 @@ its recorded gradient, and what DTensor or a checkpoint runs locally are ours. t
 torch.export are not touched: their fake tensors never reach a kernel. What our checks refuse goes
 to the kernel that stood there before, torch's or another library's.
 
-A call like one before is found by a small key and by the layouts of its tensors (Repeated), and is
+A call like one before is found by a small key and the layouts of its tensors (autograd.py), and is
 then only allocated and launched.
 """
 
@@ -41,7 +41,6 @@ from .private import is_forward_mode
 
 DEVICE = "CUDA"  # tests set "CPU"
 _MOST_ALIKE = 8  # calls of one key whose tensors differ
-_MOST_REASONS = 20
 
 _Kernel = Callable[..., Any]
 _is_grad_enabled = torch.is_grad_enabled
@@ -63,7 +62,7 @@ def _first(name: str, key: tuple, operands: tuple, given: tuple, kind: tuple) ->
             raise ValueError("no elements")
         prepared, checked = prepare(operands, *given)
     except (TypeError, ValueError, RuntimeError) as error:
-        _leave(name, error)
+        _left[name, printable(error)] += 1
         return None
     count = _served.setdefault(name, [0])
     count[0] += 1
@@ -73,14 +72,6 @@ def _first(name: str, key: tuple, operands: tuple, given: tuple, kind: tuple) ->
         found = again(launches, operands, given, count)
         keep(calls, key, (found, *calls.get(key, ())[: _MOST_ALIKE - 1]))
     return prepared.run(checked)
-
-
-def _leave(name: str, error: Exception) -> None:
-    """Counts a call that the former kernel gets."""
-    reason = printable(error)
-    if (name, reason) not in _left and len(_left) >= _MOST_REASONS:
-        reason = "other reasons"
-    _left[name, reason] += 1
 
 
 def _prepare_forward(
@@ -115,11 +106,11 @@ def native_layer_norm(former: _Kernel) -> _Kernel:
     kind = partial(_prepare_forward, FOR_ATEN, True), forward_again
 
     def ours(x, extents, weight, bias, eps):
-        key = x.numel(), weight is None, bias is None
+        operands, key = (x, weight, bias, None), (x.numel(), weight is None, bias is None)
         for again in calls.get(key, ()):
-            if (made := again(x, weight, bias, None, eps, extents)) is not None:
+            if (made := again(operands, eps, extents)) is not None:
                 return made[:3]
-        made = _first("layer_norm", key, (x, weight, bias, None), (eps, extents), kind)
+        made = _first("layer_norm", key, operands, (eps, extents), kind)
         return former(x, extents, weight, bias, eps) if made is None else made
 
     return ours
@@ -129,12 +120,12 @@ def native_layer_norm_backward(former: _Kernel) -> _Kernel:
     calls = of_aten.setdefault("layer_norm backward", {})
 
     def ours(dy, x, extents, mean, rstd, weight, bias, wanted):
-        dtype, key = None if bias is None else bias.dtype, (x.numel(), weight is None)
+        operands, key = (dy, x, mean, rstd, weight, None), (x.numel(), weight is None)
+        dtype = None if bias is None else bias.dtype
         for again in calls.get(key, ()):
-            made = again(dy, x, mean, rstd, weight, None, extents, wanted, dtype)
-            if made is not None:
-                return made[:3]
-        operands, given = (dy, x, mean, rstd, weight, None), (extents, wanted, dtype)
+            if (made := again(operands, extents, wanted, dtype)) is not None:
+                return made
+        given = extents, wanted, dtype
         made = _first("layer_norm backward", key, operands, given, _BACKWARD)
         if made is None:
             return former(dy, x, extents, mean, rstd, weight, bias, wanted)
@@ -148,11 +139,11 @@ def _fused_rms_norm(former: _Kernel) -> _Kernel:
     kind = partial(_prepare_forward, FOR_ATEN, False), forward_again
 
     def ours(x, extents, weight, eps):
-        key = x.numel(), weight is None
+        operands, key = (x, weight, None, None), (x.numel(), weight is None)
         for again in calls.get(key, ()):
-            if (made := again(x, weight, None, None, eps, extents)) is not None:
+            if (made := again(operands, eps, extents)) is not None:
                 return made[:3:2]
-        made = _first("rms_norm, recorded", key, (x, weight, None, None), (eps, extents), kind)
+        made = _first("rms_norm, recorded", key, operands, (eps, extents), kind)
         return former(x, extents, weight, eps) if made is None else made[:3:2]
 
     return ours
@@ -162,12 +153,11 @@ def _fused_rms_norm_backward(former: _Kernel) -> _Kernel:
     calls = of_aten.setdefault("rms_norm backward", {})
 
     def ours(dy, x, extents, rstd, weight, wanted):
-        key = x.numel(), weight is None
+        operands, key = (dy, x, None, rstd, weight, None), (x.numel(), weight is None)
         for again in calls.get(key, ()):
-            made = again(dy, x, None, rstd, weight, None, extents, wanted, None)
-            if made is not None:
+            if (made := again(operands, extents, wanted, None)) is not None:
                 return made[:2]
-        operands, given = (dy, x, None, rstd, weight, None), (extents, wanted, None)
+        given = extents, wanted, None
         made = _first("rms_norm backward", key, operands, given, _BACKWARD)
         return former(dy, x, extents, rstd, weight, wanted) if made is None else made[:2]
 
@@ -190,11 +180,11 @@ def rms_norm(former: _Kernel) -> _Kernel:
         ):
             return former(x, extents, weight, eps)
         if not (_is_grad_enabled() and wants_gradient(x, weight)):
-            key = x.numel(), weight is None
+            operands, key = (x, weight, None, None), (x.numel(), weight is None)
             for again in calls.get(key, ()):
-                if (made := again(x, weight, None, None, eps, extents)) is not None:
+                if (made := again(operands, eps, extents)) is not None:
                     return made[0]
-            made = _first("rms_norm", key, (x, weight, None, None), (eps, extents), kind)
+            made = _first("rms_norm", key, operands, (eps, extents), kind)
         elif weight is None or weight.dtype == x.dtype:
             made = private.fused_rms_norm(x, extents, weight, eps)
         else:
@@ -212,7 +202,8 @@ def _recorded_of_two_dtypes(
     try:
         made = normalize(ForwardRequest(ForwardOperands(x, weight), options))
     except (TypeError, ValueError) as error:
-        return _leave("rms_norm, recorded", error)
+        _left["rms_norm, recorded", printable(error)] += 1
+        return None
     _served.setdefault("rms_norm, recorded", [0])[0] += 1
     return made
 
@@ -221,8 +212,7 @@ def _recorded_of_two_dtypes(
 
 
 class Enabled:
-    """Which calls of torch's norms ran on our kernels, and which were left to torch. Prints as a
-    table.
+    """Which calls of torch's norms our kernels computed, and which torch. Prints as a table.
 
     served: calls by operator. left: calls by operator and reason. Both count since the kernels were
     put in place, in the whole process. Replays of CUDA graphs and compiled calls do not count.
