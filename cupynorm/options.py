@@ -40,10 +40,9 @@ def check_choice(name: str, value: object, choices: Iterable[str | None], more: 
     choices = tuple(choices)
     if not (value is None or isinstance(value, str)) or value not in choices:
         *others, last = map(repr, choices)
-        expected = f"{', '.join(others)} or {last}"
-        if len(others) > 3:
-            expected = f"one of {', '.join(each for each in choices if each)}"
-            expected += ", or None" * (None in choices)
+        expected, names = f"{', '.join(others)} or {last}", [each for each in choices if each]
+        if len(names) > 3:
+            expected = f"one of {', '.join(names)}{', or None' * (None in choices)}"
         raise ValueError(f"{name} is {shown(value)}; expected {expected}{more}")
 
 

@@ -237,6 +237,7 @@ def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
     add = parser.add_argument_group("the device and the choice").add_argument
     device = f"one of {', '.join(DEVICES)} (this GPU; without one, {WITHOUT_GPU})"
     add("--device", metavar="NAME", help=device)
+    add("--tiles", metavar="FILE", help="a file of tiles, as cupynorm.use_tiles reads it")
     add("--strategy", choices=tuple(STRATEGIES), help="by default the width of a row decides")
     add("--sm-margin", type=number, default=0, help="multiprocessors to leave free (0)")
     table = "print the widest row of each strategy instead"
@@ -254,6 +255,8 @@ def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> 
     if device is None:
         print(f"No GPU was found: planned for an {WITHOUT_GPU}. --device names another.\n")
         device = DEVICES[WITHOUT_GPU]
+    if arguments.tiles:
+        use_tiles(arguments.tiles)
     if arguments.table:
         print(strategy_table(device))
         return 0

@@ -40,15 +40,21 @@ def folder_of(name: str) -> str:
 
 
 @cache
+def nodes(text: str) -> list[tuple[ast.AST, bool]]:
+    """All of a file of Python, and whether each is outside of functions."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    found = [(ast.parse(text), True)]
+    for node, is_top in found:  # it grows
+        is_top = is_top and not isinstance(node, kinds)
+        found += ((child, is_top) for child in ast.iter_child_nodes(node))
+    return found
+
+
+@cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether at module level) of each import; here as cupynorm.<module>."""
-    tree = ast.parse(path.read_text(), str(path))
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-    found, left = [], [(tree, True)]
-    while left:
-        node, is_top = left.pop()
-        is_top = is_top and not isinstance(node, kinds)
-        left += ((child, is_top) for child in ast.iter_child_nodes(node))
+    found = []
+    for node, is_top in nodes(path.read_text()):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -134,15 +140,14 @@ def borrowed_underscores(text: str) -> list[str]:
     def is_private(name: str) -> bool:
         return name.startswith("_") and not name.startswith("__") and name not in OF_NAMEDTUPLES
 
-    tree = ast.parse(text)
     found, imported = [], {"cupynorm"}
-    for node in ast.walk(tree):
+    for node, _ in nodes(text):
         if isinstance(node, ast.ImportFrom) and (
             node.level or (node.module or "").split(".")[0] == "cupynorm"
         ):
             found += [alias.name for alias in node.names if is_private(alias.name)]
             imported |= {alias.asname or alias.name for alias in node.names}
-    for node in ast.walk(tree):
+    for node, _ in nodes(text):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if ast.unparse(node.value).split(".")[0] in imported:
                 found.append(ast.unparse(node))
@@ -248,7 +253,7 @@ def test_a_kernel_can_be_read(name):
 def positional_parameters(path: Path) -> dict[str, int]:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     found = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node, _ in nodes(path.read_text()):
         if isinstance(node, kinds):
             given = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
             found[node.name] = len(given) - (given[:1] in (["self"], ["cls"]))

@@ -21,16 +21,9 @@ from cupynorm.dispatch.strategies import STRATEGIES
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-README, CALLS, LINEAR, FLOAT8, FUNCTORS, BENCHMARKS = (
+README, CALLS, FLOAT8, FUNCTORS = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in (
-        "README.md",
-        "docs/calls.md",
-        "docs/linear.md",
-        "docs/float8.md",
-        "docs/functors.md",
-        "docs/benchmarks.md",
-    )
+    for name in ("README.md", "docs/calls.md", "docs/float8.md", "docs/functors.md")
 )
 
 
@@ -112,16 +105,6 @@ def test_the_plan_of_the_documents_is_that_of_the_code():
 # Tables.
 
 
-def path_of(tile, strategy: str, direction: str) -> str:
-    if strategy == "uncached":
-        return "uncached"
-    if tile.bundle:
-        return "bundle"
-    if tile.stages:
-        return "ring"
-    return "registers" if tile.packs_per_thread else "smem"
-
-
 def test_the_dispatch_table_has_the_widest_rows_of_bfloat16_on_an_h200():
     table = rows(block("strategies"))
     assert [row[0] for row in table] == list(STRATEGIES)
@@ -145,8 +128,7 @@ def test_the_dispatch_table_has_the_paths_that_plans_take():
                 options += [{"out_dtype": "float8_e4m3fn", "scale": "row"}]
                 for each in options:
                     made = cupynorm.plan(num_cols, dtype=dtype, device=device, **each)
-                    direction = each.get("direction", "forward")
-                    found[made.strategy].add(path_of(made.tile, made.strategy, direction))
+                    found[made.strategy].add(made.tile.path)
     assert {row[0]: set(row[1].split(", ")) for row in rows(block("strategies"))} == found
 
 
@@ -201,50 +183,6 @@ def test_its_blocks_print_what_they_show(pasted, capsys, monkeypatch):
     assert shown and " ".join(printed.split()) == " ".join(" ".join(shown).split())
 
 
-def test_the_linear_layer_of_the_documents_runs():
-    torch = pytest.importorskip("torch")
-    names = run("linear", LINEAR)
-    layer = names["layer"]
-    assert names["y"].shape == (32, 192) and layer._fp8.scales["forward"].scale[0] != 1
-    for name in ("query_weight", "key_weight", "value_weight", "value_bias", "layer_norm_weight"):
-        gradient = getattr(layer, name).grad
-        assert torch.isfinite(gradient).all() and gradient.abs().max() > 0, name
-
-
-def test_the_plain_layer_of_the_documents_runs():
-    torch = pytest.importorskip("torch")
-    names = run("plain", LINEAR)
-    layer, norm = names["layer"], names["norm"]
-    assert names["y"].shape == (32, 64)
-    for gradient in (layer.weight.grad, layer.bias.grad, norm.weight.grad):
-        assert torch.isfinite(gradient).all() and gradient.abs().max() > 0
-
-
-def test_the_layer_of_one_kernel_of_the_documents_runs():
-    torch = pytest.importorskip("torch")
-    names = run("kernel", LINEAR)
-    assert names["y"].shape == (128, 512) and torch.isfinite(names["y"]).all()
-
-
-def test_the_checkpoint_of_the_documents_runs():
-    pytest.importorskip("torch")
-    names = run("contexts", LINEAR)
-    assert names["x"].grad.abs().max() > 0 and names["y"].shape == (32, 64)
-
-
-def test_the_8_bit_output_of_the_documents_runs():
-    torch = pytest.importorskip("torch")
-    names = run("fp8", FLOAT8)
-    y, norm = names["y"], names["norm"]
-    assert (
-        y.data.dtype == torch.float8_e4m3fn
-        and y.scale_inv.item() == 1
-        and y.transposed.shape == (256, 32)
-    )
-    assert norm._fp8.scales["y"].scale != 1
-    assert torch.isfinite(norm.weight.grad).all() and norm.weight.grad.abs().max() > 0
-
-
 def test_the_functor_of_the_documents_runs(capsys):
     torch = pytest.importorskip("torch")
     names = run("functor", FUNCTORS)
@@ -272,6 +210,8 @@ def test_the_shipped_functors_are_listed():
     listed = {row[0].strip("`"): row for row in rows(table)}
     assert listed.pop("dropout")[1:] == ["x", "0 with probability p, or x / (1 - p)", "p, seed"]
     assert listed.keys() == shipped.keys() - {"_drop"}
+    (members,) = re.findall(r"members: \[(.*)\]", (ROOT / "docs/reference/norms.md").read_text())
+    assert set(members.split(", ")) == {*listed, "dropout"}
     for name, (_, value, _, takes) in listed.items():
         own = shipped[name]
         assert {"load": "x", "store": "y"}[own.role] == value

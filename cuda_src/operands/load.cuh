@@ -1,4 +1,4 @@
-// load.cuh -- the functors through which a kernel reads a row: structs of 8-byte words, by value
+// load.cuh -- the functors through which a kernel reads a row: by value
 // Held, Compute      the element type that holds a loaded value exactly; that of the arithmetic
 // load(row, col)     -> Pack<Held, pack_size>; may have a side effect (has_effect), such as writing
 //                    a sum. It is then begin(row, col) -> Begun, which only reads, so that the
@@ -7,7 +7,7 @@
 // reload(row, col)   the same in a later pass, without a side effect; needed only with one
 // If the copy engine can fetch a row, num_streams tensors of Held make it up: row_start(row,
 // stream), stride(stream), combine(packs). keep(row, col, values, present) is the effect of load.
-// A user's own struct may take their place. Others: sum_load.cuh, sum_load.cuh.
+// A user's own struct may take their place. Another: sum_load.cuh.
 #pragma once
 #include "convert.cuh"
 

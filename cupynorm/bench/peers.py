@@ -72,22 +72,20 @@ def normal_values(seed: int, device: str) -> Callable[..., torch.Tensor]:
 def tensors_of(cell: Cell, seed: int, device: str = "cuda") -> Tensors:
     """A cell's random tensors."""
     normal = normal_values(seed, device)
-    matrix, vector = (cell.num_rows, cell.num_cols), (cell.num_cols,)
-    backward, added = cell.direction == "backward", cell.residual
-    scale = amax = None
+    matrix, vector, made = (cell.num_rows, cell.num_cols), (cell.num_cols,), {}
+    made["x"] = normal(matrix, cell.dtype, 0.5, 2.0)
+    made["weight"] = normal(vector, cell.parameters, 1.0, 0.5)
+    centered = cell.norm == "layer_norm"
+    made["bias"] = normal(vector, cell.parameters, 0.0, 0.5) if centered else None
+    if cell.residual:
+        made["residual"] = normal(matrix, cell.dtype)
     if cell.scale == "given":
-        scale = torch.full((1,), EIGHT_BITS[cell.y].largest / _MOST_Y, device=device)
-        amax = torch.zeros(1, device=device) if cell.amax else None
-    return Tensors(
-        normal(matrix, cell.dtype, 0.5, 2.0),
-        normal(vector, cell.parameters, 1.0, 0.5),
-        normal(vector, cell.parameters, 0.0, 0.5) if cell.norm == "layer_norm" else None,
-        normal(matrix, cell.dtype) if added else None,
-        scale,
-        amax,
-        normal(matrix, cell.y) if backward else None,
-        normal(matrix, cell.dtype) if added and backward else None,
-    )
+        made["scale"] = torch.full((1,), EIGHT_BITS[cell.y].largest / _MOST_Y, device=device)
+        made["amax"] = torch.zeros(1, device=device) if cell.amax else None
+    if cell.direction == "backward":
+        made["dy"] = normal(matrix, cell.y)
+        made["dsum"] = normal(matrix, cell.dtype) if cell.residual else None
+    return Tensors(**made)
 
 
 def copy_of(num_bytes: int, x: torch.Tensor) -> Runner:
@@ -431,10 +429,10 @@ def prepare(
 def _results(cell: Cell, amax: torch.Tensor | None, result: Any) -> dict[str, torch.Tensor]:
     """The result of a forward, by name. amax: that a call writes, if it does not return one."""
     y, *added = result if cell.residual else (result,)
-    named = {} if amax is None else {"amax": amax}
     if isinstance(y, QuantizedTensor):
         y = (y.data, y.scale_inv)
-    named |= dict(zip(("y", "scale_inv", "amax"), y if cell.scale else (y,)))
+    named = {} if amax is None else {"amax": amax}
+    named |= zip(("y", "scale_inv", "amax"), y if cell.scale else (y,))
     return named | dict(zip(("sum",), added))
 
 

@@ -1,7 +1,7 @@
 """Which kernel, tile and grid a problem gets. Pure Python, no GPU needed.
 
 The table STRATEGIES (strategies.py) is read from top to bottom. The first strategy wins that is
-wide enough for the row and that no later one beats; the last takes any row.
+wide enough for the row, unless a later one is faster; the last takes any row.
 num_rows changes the grid, and for few rows how many threads share a row. It never changes a bit of
 a row's results.
 """
@@ -117,7 +117,7 @@ def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
     is_fuller = tile.path == "ring" and tile.exact and tile.stages >= enough
     if measured is not None and not (is_fuller and not measured[1].exact):
         return measured
-    return row.name, tile, "the first strategy that is wide enough and that no later one beats"
+    return row.name, tile, "the first strategy that is wide enough, and no later one is faster"
 
 
 def widest(strategy: str, problem: Problem, device: Device) -> int | None:

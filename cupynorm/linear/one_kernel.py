@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..dispatch import product_plan
 from ..gpu import arrays, launch
-from ..gpu.tensor_maps import tensor_map
+from ..gpu.launch import tensor_map
 from ..nn.modes import name_of
 from ..norm.calls import FOR_Y
 from ..norm.request import margin_of

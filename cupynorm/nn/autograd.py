@@ -6,6 +6,7 @@ computes all others, and the gradients of gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,14 +38,11 @@ from .modes import (
     run_untraced,
     wants_gradient,
 )
-from .private import TensorGuards, is_forward_mode
+from .private import is_forward_mode, same_layouts
 
 # Called by these names in each call: an attribute of a module takes longer.
 _is_grad_enabled = torch.is_grad_enabled
 _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
-
-# The operands of a backward that a plain norm does not have.
-_NO_OPTIONS = (None,) * (len(BackwardOperands._fields) - 6)
 
 
 def norm(
@@ -68,11 +66,12 @@ def norm(
         except (AttributeError, TypeError, RuntimeError):  # the checks say what is wrong
             known = None
         if known is not None:
-            results = known.run(operands)
+            prepared, again = known
+            results = again(operands[:4])
     if results is None:
         y, added = normalize(ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options)))
-    elif known.prepared.records:
-        y, added = _recorded(known.prepared, operands, results)
+    elif prepared.records:
+        y, added = _recorded(prepared, operands, results)
     else:
         y, _, _, added = results
     return (y, added) if return_residual else y
@@ -107,7 +106,9 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
     if recorded and operands.functors is not None:
         check_differentiable(operands.functors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
-    remember(repeated, _kind(*original), prepared, operands)
+    kind = _kind(*original)
+    if kind is not None and is_repeatable(prepared.on_gpu, operands):
+        keep(repeated, kind, (prepared, forward_again(prepared.on_gpu, operands)))
     results = prepared.run(operands)
     return _recorded(prepared, operands, results) if recorded else (results[0], results[3])
 
@@ -184,25 +185,118 @@ def forward_of_meta(request: ForwardRequest) -> tuple:
     return y, rstd.clone() if request.options.centered else None, rstd, added
 
 
-# Calls like the last one of their kind. torch compares the layouts of all tensors in one call; a
-# key of them, as norm/calls.py makes it, takes six calls for each tensor.
+# Calls like one before. torch compares the layouts of all tensors in one call; a key of them, as
+# norm/calls.py makes it, takes six calls for each tensor. Every line runs in each call, and in
+# backward on a thread whose caches are cold.
 
 
-class Repeated:
-    """A prepared call, and what runs it for tensors with the layouts that they had last.
+def _launching(launches: Prepared, order: tuple[str, ...]) -> Callable[..., None]:
+    """A function that launches a prepared call; it takes the tensors' addresses, 0 if absent."""
+    arguments = launches.call.arguments_of(order)
+    constants, sums, stream = arguments.constants, arguments.sums, launches.library.stream
+    steps = [(each.enqueue, pick) for (each, _), pick in zip(launches.steps, arguments.picks)]
 
-    run: takes operands and returns what prepared.run returns. None, if the tensors that it reads
-    differ in class, dtype, shape, strides, device or requires_grad, or one is given twice.
+    def launch(*addresses: int) -> None:
+        words = addresses + constants
+        if sums:
+            words += tuple([addresses[at] + offset for at, offset in sums])
+        current = stream()
+        for enqueue, pick in steps:
+            enqueue(current, pick(words))
+
+    return launch
+
+
+def forward_again(
+    launches: Prepared, operands: tuple, given: tuple = (), count: list[int] | None = None
+) -> Callable[..., tuple | None]:
+    """What runs a forward like one before, which is_repeatable: the fields of a Forward.
+
+    Its arguments: (input, weight, bias, residual), and what is equal to given. The same of them are
+    None each time. It returns None where what is given or a layout differs, or an address is no
+    multiple of 16. operands: those of the first. count: of such runs.
     """
+    read, index = launches.read, launches.device_index
+    are_same = same_layouts(read(operands))
+    order = "x", "weight", "bias", "residual", "y", "mean", "rstd", "sum"
+    new_y, new_mean, new_rstd, new_sum = map(launches.new.get, order[4:])
+    launch, exchange_device = _launching(launches, order), launches.library.exchange_device
+    count = [0] if count is None else count
 
-    __slots__ = ("prepared", "run")
+    def again(operands, *rest):
+        if rest != given or not are_same(*read(operands)):
+            return None
+        x, weight, bias, residual = operands
+        of_x, of_mean, of_rstd, of_sum, added = x.data_ptr(), 0, 0, 0, x
+        of_weight = 0 if weight is None else weight.data_ptr()
+        of_bias = 0 if bias is None else bias.data_ptr()
+        of_residual = 0 if residual is None else residual.data_ptr()
+        if (of_x | of_weight | of_bias | of_residual) & 15:
+            return None
+        former = exchange_device(index)
+        try:
+            y, mean, rstd = new_y(), None, None
+            if new_mean is not None:
+                of_mean = (mean := new_mean()).data_ptr()
+            if new_rstd is not None:
+                of_rstd = (rstd := new_rstd()).data_ptr()
+            if new_sum is not None:
+                of_sum = (added := new_sum()).data_ptr()
+            of_read = of_x, of_weight, of_bias, of_residual
+            launch(*of_read, y.data_ptr(), of_mean, of_rstd, of_sum)
+        finally:
+            if former != index:
+                exchange_device(former)
+        count[0] += 1
+        return y, mean, rstd, added
 
-    def __init__(self, prepared: Any, launches: Prepared, operands: tuple) -> None:
-        self.prepared = prepared
-        guards = TensorGuards(
-            *launches.read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
-        self.run = launches.repeating(guards.check)
+    return again
+
+
+def backward_again(
+    launches: Prepared, operands: tuple, given: tuple = (), count: list[int] | None = None
+) -> Callable[..., tuple | None]:
+    """As forward_again, of a backward: dx, dweight and dbias. Its first argument: (dy, x, mean,
+    rstd, weight, dsum)."""
+    read, index = launches.read, launches.device_index
+    are_same = same_layouts(read(operands))
+    order = "dy", "x", "mean", "rstd", "weight", "dsum", "dx", "dweight", "dbias", "partials"
+    new_dx, new_dweight, new_dbias, new_partials = map(launches.new.get, order[6:])
+    launch, exchange_device = _launching(launches, order), launches.library.exchange_device
+    count = [0] if count is None else count
+
+    def again(operands, *rest):
+        if rest != given or not are_same(*read(operands)):
+            return None
+        dy, x, mean, rstd, weight, dsum = operands
+        of_dy, of_x, of_rstd = dy.data_ptr(), x.data_ptr(), rstd.data_ptr()
+        of_mean = 0 if mean is None else mean.data_ptr()
+        of_weight = 0 if weight is None else weight.data_ptr()
+        of_dsum = 0 if dsum is None else dsum.data_ptr()
+        if (of_dy | of_x | of_rstd | of_mean | of_weight | of_dsum) & 15:
+            return None
+        former = exchange_device(index)
+        dx = dweight = dbias = None
+        of_dx = of_dweight = of_dbias = of_partials = 0
+        try:
+            if new_dx is not None:
+                of_dx = (dx := new_dx()).data_ptr()
+            if new_dweight is not None:
+                of_dweight = (dweight := new_dweight()).data_ptr()
+            if new_dbias is not None:
+                of_dbias = (dbias := new_dbias()).data_ptr()
+            if new_partials is not None:
+                partials = new_partials()  # lives until the kernels are enqueued
+                of_partials = partials.data_ptr()
+            of_read = of_dy, of_x, of_mean, of_rstd, of_weight, of_dsum
+            launch(*of_read, of_dx, of_dweight, of_dbias, of_partials)
+        finally:
+            if former != index:
+                exchange_device(former)
+        count[0] += 1
+        return dx, dweight, dbias
+
+    return again
 
 
 def is_repeatable(launches: Prepared | None, operands: tuple) -> bool:
@@ -211,13 +305,6 @@ def is_repeatable(launches: Prepared | None, operands: tuple) -> bool:
         return False
     tensors = launches.read(operands)
     return all(each is not None and not each.data_ptr() & 15 for each in tensors)
-
-
-def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
-    """Keeps a call as the last one of its kind, if it can be repeated."""
-    launches = prepared if isinstance(prepared, Prepared) else getattr(prepared, "on_gpu", None)
-    if kind is not None and is_repeatable(launches, operands):
-        keep(calls, kind, Repeated(prepared, launches, operands))
 
 
 # Eager.
@@ -262,16 +349,16 @@ _apply = super(torch.autograd.Function, _Norm).apply
 
 def _gradients(ctx, operands: tuple) -> tuple:
     """dx, dweight, dbias: those that ctx needs. operands: the first of BackwardOperands."""
-    operands += _NO_OPTIONS
     forward = ctx.prepared
     kind = ctx.needs_input_grad, operands[5] is None
     known = forward.backwards.get(kind)
     # What was saved may have another layout now: torch lets hooks pack and unpack it.
-    if known is not None and (results := known.run(operands)) is not None:
-        return results[:3]
-    request = BackwardRequest(BackwardOperands._make(operands), _with_wanted(ctx))
+    if known is not None and (results := known(operands)) is not None:
+        return results
+    request = BackwardRequest(BackwardOperands(*operands), _with_wanted(ctx))
     prepared, checked = prepare_backward(request)
-    remember(forward.backwards, kind, prepared, checked)
+    if isinstance(prepared, Prepared) and is_repeatable(prepared, checked):
+        forward.backwards[kind] = backward_again(prepared, checked)
     return prepared.run(checked)[:3]
 
 

@@ -5,7 +5,7 @@ its recorded gradient, and what DTensor or a checkpoint runs locally are ours. t
 torch.export are not touched: their fake tensors never reach a kernel. What our checks refuse goes
 to the kernel that stood there before, torch's or another library's.
 
-A call like one before is found by a small key and by the layouts of its tensors (Repeated), and is
+A call like one before is found by a small key and the layouts of its tensors (autograd.py), and is
 then only allocated and launched.
 """
 
@@ -35,13 +35,12 @@ from ..norm.request import (
 )
 from ..table import as_html, as_text, printable
 from . import private
-from .autograd import is_repeatable, names_of, normalize
+from .autograd import backward_again, forward_again, is_repeatable, names_of, normalize
 from .modes import PLAIN, has_functorch_transforms, num_dispatch_modes, wants_gradient
-from .private import TensorGuards, is_forward_mode
+from .private import is_forward_mode
 
 DEVICE = "CUDA"  # tests set "CPU"
 _MOST_ALIKE = 8  # calls of one key whose tensors differ
-_MOST_REASONS = 20
 
 _Kernel = Callable[..., Any]
 _is_grad_enabled = torch.is_grad_enabled
@@ -52,130 +51,18 @@ _served: dict[str, list[int]] = {}
 _left: Counter[tuple[str, str]] = Counter()
 
 
-# Calls like one before. Every line runs in each of them, in backward on a thread that is cold.
+def _first(name: str, key: tuple, operands: tuple, given: tuple, kind: tuple) -> Any:
+    """Prepares a call, runs it and keeps what repeats it. None: our checks refuse it.
 
-
-def _launching(launches: Prepared, order: tuple[str, ...]) -> Callable[..., None]:
-    """A function that launches a prepared call. It takes addresses of the order, 0 if absent."""
-    arguments = launches.call.arguments_of(order)
-    constants, sums, stream = arguments.constants, arguments.sums, launches.library.stream
-    steps = [(each.enqueue, pick) for (each, _), pick in zip(launches.steps, arguments.picks)]
-
-    def launch(*addresses: int) -> None:
-        words = addresses + constants
-        if sums:
-            words += tuple([addresses[at] + offset for at, offset in sums])
-        current = stream()
-        for enqueue, pick in steps:
-            enqueue(current, pick(words))
-
-    return launch
-
-
-def _guards(launches: Prepared, operands: tuple) -> Callable[..., bool]:
-    """Whether tensors have the layouts of these, and None where these are None."""
-    read = launches.read
-    check = TensorGuards(*read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    if not any(each is None for each in operands):
-        return check
-    return lambda *given: check(*read(given))  # what is None is in the key of the call
-
-
-def _forward_again(launches: Prepared, operands: tuple, given: tuple, count: list[int]) -> _Kernel:
-    """given: what else counts. The function returns None where that or a layout differs."""
-    are_same, index = _guards(launches, operands), launches.device_index
-    order = "x", "weight", "bias", "y", "mean", "rstd"
-    new_y, new_mean, new_rstd = map(launches.new.get, order[3:])
-    launch, exchange_device = _launching(launches, order), launches.library.exchange_device
-
-    def again(x, weight, bias, *rest):
-        if rest != given or not are_same(x, weight, bias):
-            return None
-        of_x = x.data_ptr()
-        of_weight = 0 if weight is None else weight.data_ptr()
-        of_bias = 0 if bias is None else bias.data_ptr()
-        if (of_x | of_weight | of_bias) & 15:
-            return None
-        former = exchange_device(index)
-        try:
-            y = new_y()
-            if new_mean is None:
-                if new_rstd is None:
-                    made = (y,)
-                    launch(of_x, of_weight, of_bias, y.data_ptr(), 0, 0)
-                else:
-                    made = y, rstd = y, new_rstd()
-                    launch(of_x, of_weight, of_bias, y.data_ptr(), 0, rstd.data_ptr())
-            else:
-                made = y, mean, rstd = y, new_mean(), new_rstd()
-                launch(of_x, of_weight, of_bias, y.data_ptr(), mean.data_ptr(), rstd.data_ptr())
-        finally:
-            if former != index:
-                exchange_device(former)
-        count[0] += 1
-        return made
-
-    return again
-
-
-def _backward_again(launches: Prepared, operands: tuple, given: tuple, count: list[int]) -> _Kernel:
-    """As _forward_again."""
-    are_same, index = _guards(launches, operands), launches.device_index
-    order = "dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias", "partials"
-    new_dx, new_dweight, new_dbias, new_partials = map(launches.new.get, order[5:])
-    launch, exchange_device = _launching(launches, order), launches.library.exchange_device
-
-    def again(dy, x, mean, rstd, weight, *rest):
-        if rest != given or not are_same(dy, x, mean, rstd, weight):
-            return None
-        of_dy, of_x, of_rstd = dy.data_ptr(), x.data_ptr(), rstd.data_ptr()
-        of_mean = 0 if mean is None else mean.data_ptr()
-        of_weight = 0 if weight is None else weight.data_ptr()
-        if (of_dy | of_x | of_rstd | of_mean | of_weight) & 15:
-            return None
-        former = exchange_device(index)
-        dx = dweight = dbias = None
-        of_dx = of_dweight = of_dbias = of_partials = 0
-        try:
-            if new_dx is not None:
-                of_dx = (dx := new_dx()).data_ptr()
-            if new_dweight is not None:
-                of_dweight = (dweight := new_dweight()).data_ptr()
-            if new_dbias is not None:
-                of_dbias = (dbias := new_dbias()).data_ptr()
-            if new_partials is not None:
-                of_partials = (partials := new_partials()).data_ptr()  # noqa: F841  (kept alive)
-            launch(
-                *(of_dy, of_x, of_mean, of_rstd, of_weight),
-                *(of_dx, of_dweight, of_dbias, of_partials),
-            )
-        finally:
-            if former != index:
-                exchange_device(former)
-        count[0] += 1
-        return dx, dweight, dbias
-
-    return again
-
-
-def _first(
-    name: str,
-    key: tuple,
-    operands: tuple,
-    given: tuple,
-    prepare: Callable[..., tuple],
-    again: Callable[..., _Kernel],
-) -> Any:
-    """Prepares a call, runs it and keeps what repeats it by its key. None: our checks refuse it.
-
-    prepare(operands, *given): a prepared call, and its own operands.
+    kind: a function that prepares (operands, *given), and one that makes what repeats it.
     """
+    prepare, again = kind
     try:
         if not operands[0].numel():
             raise ValueError("no elements")
         prepared, checked = prepare(operands, *given)
     except (TypeError, ValueError, RuntimeError) as error:
-        _leave(name, error)
+        _left[name, printable(error)] += 1
         return None
     count = _served.setdefault(name, [0])
     count[0] += 1
@@ -185,14 +72,6 @@ def _first(
         found = again(launches, operands, given, count)
         keep(calls, key, (found, *calls.get(key, ())[: _MOST_ALIKE - 1]))
     return prepared.run(checked)
-
-
-def _leave(name: str, error: Exception) -> None:
-    """Counts a call that the former kernel gets."""
-    reason = printable(error)
-    if (name, reason) not in _left and len(_left) >= _MOST_REASONS:
-        reason = "other reasons"
-    _left[name, reason] += 1
 
 
 def _prepare_forward(
@@ -205,7 +84,7 @@ def _prepare_forward(
 def _prepare_backward(
     operands: tuple, extents: list[int], output_mask: list[bool], dbias_dtype: torch.dtype | None
 ) -> tuple:
-    dy, x, *statistics, weight = operands
+    dy, x, *statistics, weight, _ = operands
     leading = x.shape[: x.ndim - len(extents)]
     # Views, so the addresses of a repeated call stay those of the operands.
     mean, rstd = (each if each is None else each.view(leading) for each in statistics)
@@ -219,71 +98,68 @@ def _prepare_backward(
 # Kernels, named as aten's operators and with their arguments. former: what stood there before.
 
 
+_BACKWARD = _prepare_backward, backward_again
+
+
 def native_layer_norm(former: _Kernel) -> _Kernel:
     calls = of_aten.setdefault("layer_norm", {})
-    prepare = partial(_prepare_forward, FOR_ATEN, True)
+    kind = partial(_prepare_forward, FOR_ATEN, True), forward_again
 
     def ours(x, extents, weight, bias, eps):
-        key = x.numel(), weight is None, bias is None
+        operands, key = (x, weight, bias, None), (x.numel(), weight is None, bias is None)
         for again in calls.get(key, ()):
-            if (made := again(x, weight, bias, eps, extents)) is not None:
-                return made
-        operands, given = (x, weight, bias), (eps, extents)
-        made = _first("layer_norm", key, operands, given, prepare, _forward_again)
+            if (made := again(operands, eps, extents)) is not None:
+                return made[:3]
+        made = _first("layer_norm", key, operands, (eps, extents), kind)
         return former(x, extents, weight, bias, eps) if made is None else made
 
     return ours
 
 
 def native_layer_norm_backward(former: _Kernel) -> _Kernel:
-    name = "layer_norm backward"
-    calls = of_aten.setdefault(name, {})
+    calls = of_aten.setdefault("layer_norm backward", {})
 
-    def ours(dy, x, extents, mean, rstd, weight, bias, output_mask):
+    def ours(dy, x, extents, mean, rstd, weight, bias, wanted):
+        operands, key = (dy, x, mean, rstd, weight, None), (x.numel(), weight is None)
         dtype = None if bias is None else bias.dtype
-        key = x.numel(), weight is None
         for again in calls.get(key, ()):
-            made = again(dy, x, mean, rstd, weight, extents, output_mask, dtype)
-            if made is not None:
+            if (made := again(operands, extents, wanted, dtype)) is not None:
                 return made
-        operands, given = (dy, x, mean, rstd, weight), (extents, output_mask, dtype)
-        made = _first(name, key, operands, given, _prepare_backward, _backward_again)
+        given = extents, wanted, dtype
+        made = _first("layer_norm backward", key, operands, given, _BACKWARD)
         if made is None:
-            return former(dy, x, extents, mean, rstd, weight, bias, output_mask)
+            return former(dy, x, extents, mean, rstd, weight, bias, wanted)
         return made[:3]
 
     return ours
 
 
 def _fused_rms_norm(former: _Kernel) -> _Kernel:
-    name = "rms_norm, recorded"
-    calls = of_aten.setdefault(name, {})
-    prepare = partial(_prepare_forward, FOR_ATEN, False)
+    calls = of_aten.setdefault("rms_norm, recorded", {})
+    kind = partial(_prepare_forward, FOR_ATEN, False), forward_again
 
     def ours(x, extents, weight, eps):
-        key = x.numel(), weight is None
+        operands, key = (x, weight, None, None), (x.numel(), weight is None)
         for again in calls.get(key, ()):
-            if (made := again(x, weight, None, eps, extents)) is not None:
-                return made
-        made = _first(name, key, (x, weight, None), (eps, extents), prepare, _forward_again)
-        return former(x, extents, weight, eps) if made is None else made
+            if (made := again(operands, eps, extents)) is not None:
+                return made[:3:2]
+        made = _first("rms_norm, recorded", key, operands, (eps, extents), kind)
+        return former(x, extents, weight, eps) if made is None else made[:3:2]
 
     return ours
 
 
 def _fused_rms_norm_backward(former: _Kernel) -> _Kernel:
-    name = "rms_norm backward"
-    calls = of_aten.setdefault(name, {})
+    calls = of_aten.setdefault("rms_norm backward", {})
 
-    def ours(dy, x, extents, rstd, weight, output_mask):
-        key = x.numel(), weight is None
+    def ours(dy, x, extents, rstd, weight, wanted):
+        operands, key = (dy, x, None, rstd, weight, None), (x.numel(), weight is None)
         for again in calls.get(key, ()):
-            made = again(dy, x, None, rstd, weight, extents, output_mask, None)
-            if made is not None:
+            if (made := again(operands, extents, wanted, None)) is not None:
                 return made[:2]
-        operands, given = (dy, x, None, rstd, weight), (extents, output_mask, None)
-        made = _first(name, key, operands, given, _prepare_backward, _backward_again)
-        return former(dy, x, extents, rstd, weight, output_mask) if made is None else made[:2]
+        given = extents, wanted, None
+        made = _first("rms_norm backward", key, operands, given, _BACKWARD)
+        return former(dy, x, extents, rstd, weight, wanted) if made is None else made[:2]
 
     return ours
 
@@ -292,7 +168,7 @@ def rms_norm(former: _Kernel) -> _Kernel:
     """Above autograd: weights of another dtype than x, for which torch runs eight operations, and
     calls without gradients, which need no statistics."""
     calls = of_aten.setdefault("rms_norm", {})
-    prepare = partial(_prepare_forward, FOR_Y, False)
+    kind = partial(_prepare_forward, FOR_Y, False), forward_again
 
     def ours(x, extents, weight=None, eps=None):
         if (
@@ -304,12 +180,11 @@ def rms_norm(former: _Kernel) -> _Kernel:
         ):
             return former(x, extents, weight, eps)
         if not (_is_grad_enabled() and wants_gradient(x, weight)):
-            key = x.numel(), weight is None
+            operands, key = (x, weight, None, None), (x.numel(), weight is None)
             for again in calls.get(key, ()):
-                if (made := again(x, weight, None, eps, extents)) is not None:
+                if (made := again(operands, eps, extents)) is not None:
                     return made[0]
-            operands, given = (x, weight, None), (eps, extents)
-            made = _first("rms_norm", key, operands, given, prepare, _forward_again)
+            made = _first("rms_norm", key, operands, (eps, extents), kind)
         elif weight is None or weight.dtype == x.dtype:
             made = private.fused_rms_norm(x, extents, weight, eps)
         else:
@@ -327,7 +202,8 @@ def _recorded_of_two_dtypes(
     try:
         made = normalize(ForwardRequest(ForwardOperands(x, weight), options))
     except (TypeError, ValueError) as error:
-        return _leave("rms_norm, recorded", error)
+        _left["rms_norm, recorded", printable(error)] += 1
+        return None
     _served.setdefault("rms_norm, recorded", [0])[0] += 1
     return made
 
@@ -336,8 +212,7 @@ def _recorded_of_two_dtypes(
 
 
 class Enabled:
-    """Which calls of torch's norms ran on our kernels, and which were left to torch. Prints as a
-    table.
+    """Which calls of torch's norms our kernels computed, and which torch. Prints as a table.
 
     served: calls by operator. left: calls by operator and reason. Both count since the kernels were
     put in place, in the whole process. Replays of CUDA graphs and compiled calls do not count.

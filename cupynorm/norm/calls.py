@@ -305,15 +305,13 @@ def _forward_on_gpu(
             return (y, *results[1:])
 
     returns = ("y", "mean", "rstd", "sum" if makes_sum else "given")
-    if purpose is FOR_ATEN:
-        returns = tuple(name for name in returns if name in made)
     return Prepared(
         x,
         reader(operands._fields, names),
         copied,
         made,
         call,
-        returns,
+        returns[:3] if purpose is FOR_ATEN else returns,
         fills=fills,
         finish=finish,
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import itemgetter, or_
+from operator import itemgetter
 from typing import Any
 
 from ..gpu import arrays, launch
@@ -112,40 +111,6 @@ class Prepared:
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
-
-    def repeating(self, are_same: Callable[..., bool]) -> Callable[[tuple], Any]:
-        """What `run` does, as one function without attributes: it runs in each call like the last.
-
-        are_same: whether the tensors that are read have the layouts for which this was prepared.
-        The function returns None if not, or if an address is no multiple of 16. is_simple() holds.
-        """
-        library, arguments, index = self.library, self.arguments, self.device_index
-        read, new, results, steps = self.read, [*self.new.values()], self.results, self.steps
-        constants, sums = arguments.constants, arguments.sums
-        exchange_device, address, stream = library.exchange_device, library.address, library.stream
-
-        def run(operands: tuple) -> Any:
-            tensors = read(operands)
-            if not are_same(*tensors):
-                return None
-            words = tuple(map(address, tensors))
-            if reduce(or_, words) & 15:
-                return None
-            former = exchange_device(index)
-            try:
-                made = tuple([each() for each in new])
-                words += (*map(address, made), *constants)
-                if sums:
-                    words += tuple([words[at] + offset for at, offset in sums])
-                current = stream()
-                for kernel, pick in steps:
-                    kernel.enqueue(current, pick(words))
-                return results(tensors + made + (operands[0], None))
-            finally:
-                if former != index:
-                    exchange_device(former)
-
-        return run
 
     def is_simple(self) -> bool:
         """Whether a run only allocates and launches."""

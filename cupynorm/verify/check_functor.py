@@ -404,6 +404,7 @@ def _draw(
     return decode(encode(values, dtype), dtype)
 
 
+@np.errstate(all="ignore")
 def judge_functor(
     functor_problem: FunctorProblem, results: Mapping[str, np.ndarray], where: Machine
 ) -> list[Finding]:

@@ -23,9 +23,8 @@ class Clock:
         self.enqueue(self.flush_time)
 
     def timer(self):
-        return Timer(
-            self.flush, Event(self), Event(self), lambda start, stop: (stop.time - start.time) / 1e3
-        )
+        elapsed = lambda start, stop: (stop.time - start.time) / 1e3  # noqa: E731
+        return Timer(self.flush, Event(self), Event(self), elapsed)
 
 
 class Event:
@@ -57,9 +56,8 @@ def test_host_time_stays_out_of_the_result():
     needed = timer.num_flushes[slow_host]
     assert needed > 1
     before = clock.flushes
-    assert (
-        timer.sample(runner) == pytest.approx(8.0) and clock.flushes == before + needed
-    )  # remembered
+    assert timer.sample(runner) == pytest.approx(8.0)
+    assert clock.flushes == before + needed  # remembered
     assert timer.sample(Runner(lambda: clock.enqueue(5.0))) == pytest.approx(5.0)
 
 
@@ -71,10 +69,8 @@ def test_restoring_inputs_is_not_timed():
         restored.append(clock.flushes)
         clock.enqueue(1000.0)
 
-    assert clock.timer().sample(Runner(lambda: clock.enqueue(5.0), before=before)) == pytest.approx(
-        5.0
-    )
-    assert restored == [0]
+    runner = Runner(lambda: clock.enqueue(5.0), before=before)
+    assert clock.timer().sample(runner) == pytest.approx(5.0) and restored == [0]
 
 
 def test_a_call_that_waits_for_the_gpu_is_refused():
@@ -99,9 +95,8 @@ def test_libraries_take_turns():
 
         return Runner(call)
 
-    samples = take_turns(
-        clock.timer(), {"copy": library("copy", 4.0), "cupynorm": library("cupynorm", 5.0)}, 3
-    )
+    runners = {"copy": library("copy", 4.0), "cupynorm": library("cupynorm", 5.0)}
+    samples = take_turns(clock.timer(), runners, 3)
     assert order == ["copy", "cupynorm"] * 5  # two rounds to warm up
     assert samples == {"copy": [pytest.approx(4.0)] * 3, "cupynorm": [pytest.approx(5.0)] * 3}
 

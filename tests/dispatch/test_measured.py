@@ -240,7 +240,7 @@ def test_a_wrong_data_file_is_refused(own, old, new, message):
 
 
 def test_files_that_are_none(tmp_path):
-    with pytest.raises(OSError, match="none.csv"):
+    with pytest.raises(ValueError, match="none.csv.*; expected one"):
         cupynorm.use_tiles(tmp_path / "none.csv")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from cupynorm import reference
 from cupynorm.dispatch import product_plan as products
 from cupynorm.dtypes import DTYPES, decode, encode
-from cupynorm.gpu.tensor_maps import tensor_map
+from cupynorm.gpu.launch import tensor_map
 from cupynorm.verify.bounds import half_ulp
 from cupynorm.verify.kernels import CpuMachine
 

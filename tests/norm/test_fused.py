@@ -133,25 +133,6 @@ def test_x_hat_is_rounded_to_the_input_s_dtype(device):
         assert (y != cupynorm.rms_norm(x, 40, given, 1e-6)).double().mean() > 0.1
 
 
-def test_strided_operands_give_the_results_of_contiguous_ones(kernels):
-    """Input, residual and the array of a functor, each with other strides."""
-    x, residual, scale = (
-        random(40, 6, dtype=torch.float32).T,
-        random(40, 6, dtype=torch.float32, seed=1).T,
-        random(12)[::2],
-    )
-    plain = [each.contiguous() for each in (x, residual, scale)]
-    made = [
-        cupynorm.rms_norm(
-            x, 40, residual=residual, fuse=functors.row_scale(scale), return_residual=True
-        )
-        for x, residual, scale in ((x, residual, scale), plain)
-    ]
-    assert all(map(torch.equal, *made))
-    expected = numbers(x) * numbers(scale)[:, None] + numbers(residual)
-    np.testing.assert_allclose(numbers(made[0][1]), expected, rtol=2.0**-22, atol=2.0**-22)
-
-
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
 def test_empty_inputs_give_empty_results(shape, device):
     x = torch.zeros(shape, dtype=torch.float16, device=device, requires_grad=True)

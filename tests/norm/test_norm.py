@@ -33,12 +33,6 @@ def test_results_and_gradients_are_within_bounds(norm_name, name, dtype, num_col
     check(random_problem(Case(norm_name, 5, num_cols, dtype)), library(name))
 
 
-@pytest.mark.parametrize("name", TORCH)
-@pytest.mark.parametrize("norm_name", NORMS)
-def test_results_of_bfloat16_are_within_bounds(norm_name, name):
-    check(random_problem(Case(norm_name, 5, 768, "bfloat16", weight="float32")), library(name))
-
-
 def test_bfloat16_arrays_of_numpy_are_taken():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     check(random_problem(Case("layer_norm", 5, 40, "bfloat16")), NumPy())
@@ -159,30 +153,6 @@ def test_other_ranks_give_the_results_of_a_matrix(norm_name, name, shape, normal
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_only_the_wanted_gradients_are_returned(name):
-    lib = library(name)
-    problem = random_problem(Case("layer_norm", 5, 40, "float32"))
-    x, dy, weight = (lib.put(getattr(problem, key), "float32") for key in ("x", "dy", "weight"))
-    forward = cupynorm.layer_norm_forward(x, 40, weight)
-    everything = cupynorm.layer_norm_backward(dy, x, 40, forward.mean, forward.rstd, weight)
-    names = cupynorm.types.Backward._fields
-    for number in range(8):
-        wanted = [key for bit, key in enumerate(names) if number >> bit & 1]
-        for given in (wanted, tuple(wanted), iter(wanted)):
-            found = cupynorm.layer_norm_backward(
-                dy, x, 40, forward.mean, forward.rstd, weight, gradients=given
-            )
-            for key in names:
-                if key in wanted:
-                    assert (
-                        lib.get(getattr(found, key)).tobytes()
-                        == lib.get(getattr(everything, key)).tobytes()
-                    )
-                else:
-                    assert getattr(found, key) is None
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
 def test_parameter_gradients_have_the_dtype_of_the_weight_or_the_given_one(name):
     lib = library(name)
     problem = random_problem(Case("layer_norm", 5, 40, "float16", weight="float32"))
@@ -199,24 +169,6 @@ def test_parameter_gradients_have_the_dtype_of_the_weight_or_the_given_one(name)
         found = cupynorm.layer_norm_backward(dy, x, 40, *statistics, given, **options)
         assert (arrays.dtype_name(found.dweight), arrays.dtype_name(found.dbias)) == expected
         np.testing.assert_allclose(lib.get(found.dbias), problem.dy.sum(0), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-@pytest.mark.parametrize("norm_name", NORMS)
-def test_return_residual_returns_the_sum(norm_name, name):
-    lib = library(name)
-    problem = random_problem(Case(norm_name, 5, 40, "float16", residual=True))
-    x, residual = (lib.put(getattr(problem, key), "float16") for key in ("x", "residual"))
-    call = getattr(cupynorm, norm_name)
-    y, added = call(x, 40, residual=residual, return_residual=True)
-    assert (
-        lib.get(added)
-        == (problem.x.astype(np.float16) + problem.residual.astype(np.float16)).astype(np.float64)
-    ).all()
-    assert (lib.get(y) == lib.get(call(added, 40))).all()
-    assert (lib.get(call(x, 40, residual=residual)) == lib.get(y)).all()
-    y, same = call(x, 40, return_residual=True)
-    assert same is x and (lib.get(y) == lib.get(call(x, 40))).all()
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -240,41 +192,30 @@ def test_out_is_written_and_returned(name):
 
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_the_input_and_the_residual_are_updated_in_place(norm_name, name):
+def test_the_sum_and_calls_in_place(norm_name, name):
     """One plain call, as serving engines make it, also of rows inside wider rows."""
     lib = library(name)
-    problem = random_problem(Case(norm_name, 5, 40, "float32", residual=True))
-    weight = lib.put(problem.weight, "float32")
-    given = [np.full((5, 96), 7.0) for _ in range(2)]
-    given[0][:, 24:64], given[1][:, 24:64] = problem.x, problem.residual
+    problem = random_problem(Case(norm_name, 5, 40, "float16", residual=True))
+    x, residual, weight = (
+        lib.put(getattr(problem, key), "float16") for key in ("x", "residual", "weight")
+    )
     norm, forward = getattr(cupynorm, norm_name), api(norm_name, "forward")
-    right = [
-        lib.get(each)
-        for each in norm(
-            lib.put(problem.x, "float32"),
-            40,
-            weight,
-            residual=lib.put(problem.residual, "float32"),
-            return_residual=True,
-        )
-    ]
+    results = norm(x, 40, weight, residual=residual, return_residual=True)
+    right = [lib.get(each) for each in results]
+    halves = problem.x.astype(np.float16) + problem.residual.astype(np.float16)
+    assert (right[1] == halves).all()
+    assert (right[0] == lib.get(norm(results[1], 40, weight))).all()
+    y, same = norm(x, 40, weight, return_residual=True)
+    assert same is x and (lib.get(y) == lib.get(norm(x, 40, weight))).all()
     for call in (norm, forward):
-        wide = [lib.put(each, "float32") for each in given]
-        x, residual = (each[:, 24:64] for each in wide)
-        made = call(x, 40, weight, residual=residual, out=(x, residual))
-        assert made is x if call is norm else (made.y is x and made.sum is residual)
-        for each, values in zip(wide, right):
-            assert (lib.get(each)[:, 24:64] == values).all()
-            assert (lib.get(each)[:, :24] == 7).all() and (lib.get(each)[:, 64:] == 7).all()
-    x, new_sum = lib.put(problem.x, "float32"), lib.put(np.zeros((5, 40)), "float32")
-    residual = lib.put(problem.residual, "float32")
-    y, added = norm(x, 40, weight, residual=residual, return_residual=True, out=(None, new_sum))
-    assert added is new_sum and y is not x and (lib.get(new_sum) == right[1]).all()
-    assert (lib.get(y) == right[0]).all() and (
-        lib.get(x) == lib.get(lib.put(problem.x, "float32"))
-    ).all()
-    y = norm(new_sum, 40, weight, out=new_sum)
-    assert y is new_sum and (lib.get(y) == right[0]).all()
+        wide = [lib.put(np.full((5, 96), 7.0), "float16") for _ in range(2)]
+        own, added = (each[:, 24:64] for each in wide)
+        own[...], added[...] = x, residual
+        made = call(own, 40, weight, residual=added, out=(own, added))
+        assert made is own if call is norm else (made.y is own and made.sum is added)
+        for each, values in zip(map(lib.get, wide), right):
+            assert (each[:, 24:64] == values).all()
+            assert (each[:, :24] == 7).all() and (each[:, 64:] == 7).all()
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -36,7 +36,7 @@ def test_normalized_shape_becomes_a_tuple_of_ints(given):
             extents_of(wrong)
 
 
-X = ones(4, 40)
+X, ERRORS = ones(4, 40), (TypeError, ValueError)
 
 
 def torch_ones(*shape: int):
@@ -49,146 +49,114 @@ def words(value: object) -> str:
 
 
 REFUSED = [
-    (TypeError, "input is a list; expected a CuPy, torch or NumPy array", lambda: ([1.0], 1)),
+    ("input is a list; expected a CuPy, torch or NumPy array", lambda: ([1.0], 1)),
     (
-        TypeError,
         "input is of dtype int64; expected one of float16, bfloat16",
         lambda: (ones(4, 40, dtype="int64"), 40),
     ),
-    (TypeError, "input is of dtype complex64", lambda: (ones(4, 40, dtype="complex64"), 40)),
-    (ValueError, r"normalized_shape is \(40,\), input has shape \(\)", lambda: (ones(), 40)),
-    (ValueError, r"normalized_shape is \(41,\), input has shape \(4, 40\)", lambda: (X, 41)),
-    (ValueError, r"normalized_shape is \(4,\), input has shape", lambda: (X, 4)),
-    (ValueError, "normalized_shape is empty", lambda: (X, ())),
-    (TypeError, r"normalized_shape is 40\.0; expected an int", lambda: (X, 40.0)),
-    (TypeError, "normalized_shape is None; expected an int", lambda: (X, None)),
-    (TypeError, "normalized_shape is True; expected an int", lambda: (ones(4, 1), True)),
-    (ValueError, r"weight has shape \(41,\); expected \(40,\)", lambda: (X, 40, ones(41))),
-    (ValueError, r"weight has shape \(1, 40\); expected \(40,\)", lambda: (X, 40, ones(1, 40))),
-    (ValueError, r"bias has shape \(39,\); expected \(40,\)", lambda: (X, 40, None, ones(39))),
-    (TypeError, "weight is of dtype int32", lambda: (X, 40, ones(40, dtype="int32"))),
+    ("input is of dtype complex64", lambda: (ones(4, 40, dtype="complex64"), 40)),
+    (r"normalized_shape is \(40,\), input has shape \(\)", lambda: (ones(), 40)),
+    (r"normalized_shape is \(41,\), input has shape \(4, 40\)", lambda: (X, 41)),
+    (r"normalized_shape is \(4,\), input has shape", lambda: (X, 4)),
+    ("normalized_shape is empty", lambda: (X, ())),
+    (r"normalized_shape is 40\.0; expected an int", lambda: (X, 40.0)),
+    ("normalized_shape is None; expected an int", lambda: (X, None)),
+    ("normalized_shape is True; expected an int", lambda: (ones(4, 1), True)),
+    (r"weight has shape \(41,\); expected \(40,\)", lambda: (X, 40, ones(41))),
+    (r"weight has shape \(1, 40\); expected \(40,\)", lambda: (X, 40, ones(1, 40))),
+    (r"bias has shape \(39,\); expected \(40,\)", lambda: (X, 40, None, ones(39))),
+    ("weight is of dtype int32", lambda: (X, 40, ones(40, dtype="int32"))),
+    ("weight is a list; expected a CuPy, torch or NumPy array", lambda: (X, 40, [1.0] * 40)),
+    ("weight is a torch tensor on cpu, input is a NumPy array", lambda: (X, 40, torch_ones(40))),
     (
-        TypeError,
-        "weight is a list; expected a CuPy, torch or NumPy array",
-        lambda: (X, 40, [1.0] * 40),
-    ),
-    (
-        ValueError,
-        "weight is a torch tensor on cpu, input is a NumPy array",
-        lambda: (X, 40, torch_ones(40)),
-    ),
-    (
-        ValueError,
         "weight is a NumPy array, input is a torch tensor on cpu",
         lambda: (torch_ones(4, 40), 40, ones(40)),
     ),
-    (TypeError, "eps is '1e-5'; expected a real number", lambda: (X, 40, None, None, "1e-5")),
-    (TypeError, "eps is nan; expected a real number", lambda: (X, 40, None, None, float("nan"))),
-    (TypeError, "eps is True; expected a real number", lambda: (X, 40, None, None, True)),
-    (TypeError, "eps is None; expected a real number", lambda: (X, 40, None, None, None)),
+    ("eps is '1e-5'; expected a real number", lambda: (X, 40, None, None, "1e-5")),
+    ("eps is nan; expected a real number", lambda: (X, 40, None, None, float("nan"))),
+    ("eps is True; expected a real number", lambda: (X, 40, None, None, True)),
+    ("eps is None; expected a real number", lambda: (X, 40, None, None, None)),
 ]
 
 
 LAUNCHES = [
+    ("strategy is 'wrap'; expected one of warp, block, cluster, uncached", {"strategy": "wrap"}),
     (
-        ValueError,
-        "strategy is 'wrap'; expected one of warp, block, cluster, uncached",
-        {"strategy": "wrap"},
-    ),
-    (
-        ValueError,
         "statistics is 'one_pass'; expected 'two_pass', 'welford' or None",
         {"statistics": "one_pass"},
     ),
+    ("tile is a str; expected a cupynorm.Tile or a dict", {"strategy": "warp", "tile": "8x32"}),
     (
-        TypeError,
-        "tile is a str; expected a cupynorm.Tile or a dict",
-        {"strategy": "warp", "tile": "8x32"},
-    ),
-    (
-        ValueError,
         "tile has fields packs; expected pack_size, threads_per_row and some of packs_per_thread",
         {"strategy": "warp", "tile": {"packs": 8}},
     ),
     (
-        ValueError,
         r"tile has pack_size 8\.0; expected an int",
         {"strategy": "warp", "tile": Tile(8.0, 32, 1, 4)},
     ),
     (
-        ValueError,
         "tile has exact True; expected an int",
         {"strategy": "warp", "tile": {"pack_size": 8, "threads_per_row": 32, "exact": True}},
     ),
-    (ValueError, "sm_margin is -1; expected a number of multiprocessors", {"sm_margin": -1}),
-    (ValueError, "sm_margin is True; expected a number of multiprocessors", {"sm_margin": True}),
+    ("sm_margin is -1; expected a number of multiprocessors", {"sm_margin": -1}),
+    ("sm_margin is True; expected a number of multiprocessors", {"sm_margin": True}),
 ]
 
 
 OPTIONS = [
-    (TypeError, "launch is a str; expected a cupynorm.Launch or None", {"launch": "warp"}),
-    (TypeError, "out_dtype is 'int32'; expected one of float16", {"out_dtype": "int32"}),
-    (TypeError, "out_dtype is 'float17'; expected one of float16", {"out_dtype": "float17"}),
-    (ValueError, r"residual has shape \(4, 41\); expected \(4, 40\)", {"residual": ones(4, 41)}),
-    (TypeError, "residual is of dtype int64", {"residual": ones(4, 40, dtype="int64")}),
+    ("launch is a str; expected a cupynorm.Launch or None", {"launch": "warp"}),
+    ("out_dtype is 'int32'; expected one of float16", {"out_dtype": "int32"}),
+    ("out_dtype is 'float17'; expected one of float16", {"out_dtype": "float17"}),
+    (r"residual has shape \(4, 41\); expected \(4, 40\)", {"residual": ones(4, 41)}),
+    ("residual is of dtype int64", {"residual": ones(4, 40, dtype="int64")}),
 ]
 
 
 OUTS = [
-    (ValueError, r"out has shape \(40, 4\); expected the input's, \(4, 40\)", lambda: ones(40, 4)),
-    (TypeError, "out is of dtype float64; expected float32", lambda: ones(4, 40, dtype="float64")),
-    (ValueError, "out is a torch tensor on cpu, input is a NumPy array", lambda: torch_ones(4, 40)),
+    (r"out has shape \(40, 4\); expected the input's, \(4, 40\)", lambda: ones(40, 4)),
+    ("out is of dtype float64; expected float32", lambda: ones(4, 40, dtype="float64")),
+    ("out is a torch tensor on cpu, input is a NumPy array", lambda: torch_ones(4, 40)),
     (
-        TypeError,
         r"out is a list; expected an array of the input's library, or a tuple \(y, sum\)",
         lambda: [[1.0] * 40] * 4,
     ),
+    (r"out has strides \(80, 2\); expected rows that are contiguous", lambda: ones(4, 80)[:, ::2]),
+    (r"out has strides \(1, 4\); expected rows that are contiguous", lambda: ones(40, 4).T),
     (
-        ValueError,
-        r"out has strides \(80, 2\); expected rows that are contiguous",
-        lambda: ones(4, 80)[:, ::2],
-    ),
-    (
-        ValueError,
-        r"out has strides \(1, 4\); expected rows that are contiguous",
-        lambda: ones(40, 4).T,
-    ),
-    (
-        ValueError,
         r"out has strides \(20, 1\); expected rows that are contiguous and do not overlap",
         lambda: np.lib.stride_tricks.as_strided(ones(200), (4, 40), (80, 4)),
     ),
 ]
 
 
-@pytest.mark.parametrize("error, sentence, arguments", REFUSED, ids=words)
-def test_wrong_arguments_are_refused(error, sentence, arguments):
+@pytest.mark.parametrize("sentence, arguments", REFUSED, ids=words)
+def test_wrong_arguments_are_refused(sentence, arguments):
     out = ones(4, 40)
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(ERRORS, match=sentence):
         cupynorm.layer_norm(*arguments(), out=out)
     assert (out == 1).all()
 
 
-@pytest.mark.parametrize("error, sentence, options", LAUNCHES, ids=words)
-def test_a_wrong_launch_is_refused_when_it_is_made(error, sentence, options):
-    with pytest.raises(error, match=sentence):
+@pytest.mark.parametrize("sentence, options", LAUNCHES, ids=words)
+def test_a_wrong_launch_is_refused_when_it_is_made(sentence, options):
+    with pytest.raises(ERRORS, match=sentence):
         cupynorm.Launch(**options)
 
 
-@pytest.mark.parametrize("error, sentence, options", OPTIONS, ids=words)
+@pytest.mark.parametrize("sentence, options", OPTIONS, ids=words)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_wrong_options_are_refused(norm_name, error, sentence, options):
+def test_wrong_options_are_refused(norm_name, sentence, options):
     out = ones(4, 40)
     for call in (getattr(cupynorm, norm_name), api(norm_name, "forward")):
-        with pytest.raises(error, match=sentence):
+        with pytest.raises(ERRORS, match=sentence):
             call(X, 40, out=out, **options)
         assert (out == 1).all()
 
 
-@pytest.mark.parametrize("error, sentence, make", OUTS, ids=words)
-def test_a_wrong_out_is_refused(error, sentence, make):
+@pytest.mark.parametrize("sentence, make", OUTS, ids=words)
+def test_a_wrong_out_is_refused(sentence, make):
     out = make()
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(ERRORS, match=sentence):
         cupynorm.layer_norm(X, 40, out=out)
     assert (np.asarray(out) == 1).all()
 
@@ -209,48 +177,41 @@ def test_out_that_shares_memory_with_an_argument_is_refused(shared):
 
 
 SHARED = [
-    (ValueError, "out has 3 arrays; expected one array, or (y, sum)", {"out": (None, None, None)}),
+    ("out has 3 arrays; expected one array, or (y, sum)", {"out": (None, None, None)}),
     (
-        ValueError,
         "out has a sum, and nothing is added to the input; expected one array, or a residual",
         {"out": (None, "x")},
     ),
     (
-        ValueError,
         "out shares memory with residual; expected memory of its own, or exactly that of the input",
         {"residual": "residual", "out": ("residual", "x")},
     ),
     (
-        ValueError,
         "the sum of out shares memory with out; expected memory of its own, or exactly that of the "
         "residual",
         {"residual": "residual", "out": ("new", "new")},
     ),
     (
-        ValueError,
         "the sum of out has shape (4, 39); expected the input's, (4, 40)",
         {"residual": "residual", "out": (None, np.ones((4, 39), "float32"))},
     ),
     (
-        TypeError,
         "the sum of out is of dtype float64; expected float32",
         {"residual": "residual", "out": (None, np.ones((4, 40)))},
     ),
     (
-        ValueError,
         "out was given with out_dtype float8_e4m3fn; expected out=None",
         {"out_dtype": "float8_e4m3fn", "out": "x"},
     ),
     (
-        ValueError,
         "out is the input, and functor rotary reads other columns; expected memory of its own",
         {"fuse": "rotary", "out": "x"},
     ),
 ]
 
 
-@pytest.mark.parametrize("error, sentence, options", SHARED, ids=words)
-def test_an_out_that_cannot_be_in_place_is_refused(error, sentence, options):
+@pytest.mark.parametrize("sentence, options", SHARED, ids=words)
+def test_an_out_that_cannot_be_in_place_is_refused(sentence, options):
     given = {name: np.ones((4, 40), "float32") for name in ("x", "residual", "new")}
     angles = np.zeros((4, 40), "float32")
     given["rotary"] = cupynorm.functors.rotary(cos=angles, sin=angles)
@@ -260,7 +221,7 @@ def test_an_out_that_cannot_be_in_place_is_refused(error, sentence, options):
             return tuple(map(put, value))
         return given.get(value, value) if isinstance(value, str) else value
 
-    with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
+    with pytest.raises(ERRORS, match=f"^{re.escape(sentence)}$"):
         cupynorm.layer_norm(given["x"], 40, **{key: put(each) for key, each in options.items()})
     assert all((given[name] == 1).all() for name in ("x", "residual", "new"))
 

@@ -29,31 +29,31 @@ OF_NUMPY, OF_FLOAT64 = np.ones(1, np.float32), torch.ones(1).double()
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "words"),
     (
-        ({"dtype": "float8_e4m3fnuz"}, TypeError, "dtype is 'float8_e4m3fnuz'; expected one of"),
-        ({"dtype": "float16"}, TypeError, "dtype is 'float16'; expected one of"),
-        ({"scale": "column"}, ValueError, "scale is 'column'; expected 'tensor', 'row', 'block'"),
-        ({"scale": 2.0}, TypeError, "scale is 2.0; expected an array of one float32"),
-        ({"scale_inv": "row"}, TypeError, "scale_inv is 'row'; expected an array of one float32"),
-        ({"scale": "row", "scale_inv": ONE}, ValueError, "scale and scale_inv were given"),
-        ({"scale": "row", "amax": ONE}, ValueError, "amax was given with a scale 'row'"),
-        ({"scale": "row", "transpose": True}, ValueError, "transpose was given with a scale 'row'"),
-        ({"power_of_two": True}, ValueError, "power_of_two was given with a scale that is given"),
-        ({"upper_bound": 2.0}, ValueError, "upper_bound was given with a scale that is given"),
-        ({"scale": "row", "upper_bound": 0}, ValueError, "upper_bound is 0; expected a positive"),
-        ({"transpose": 2}, TypeError, "transpose is 2; expected True or False"),
-        ({"scale": "block", "group_size": 32}, ValueError, "group_size is 32; expected 128 or 64"),
-        ({"scale": "row", "group_size": 64}, ValueError, "group_size was given with a scale 'row'"),
-        ({"scale": "block", "layout": "col"}, ValueError, "layout is 'col'; expected 'row', "),
-        ({"layout": "column"}, ValueError, "layout 'column' was given with a scale that is given"),
-        ({"scale": "block", "layout": "packed"}, ValueError, "expected power_of_two=True"),
-        ({"dtype": "int8", "scale": "block"}, ValueError, "int8 was given with a scale 'block'"),
+        ({"dtype": "float8_e4m3fnuz"}, "dtype is 'float8_e4m3fnuz'; expected one of"),
+        ({"dtype": "float16"}, "dtype is 'float16'; expected one of"),
+        ({"scale": "column"}, "scale is 'column'; expected 'tensor', 'row', 'block'"),
+        ({"scale": 2.0}, "scale is 2.0; expected an array of one float32"),
+        ({"scale_inv": "row"}, "scale_inv is 'row'; expected an array of one float32"),
+        ({"scale": "row", "scale_inv": ONE}, "scale and scale_inv were given"),
+        ({"scale": "row", "amax": ONE}, "amax was given with a scale 'row'"),
+        ({"scale": "row", "transpose": True}, "transpose was given with a scale 'row'"),
+        ({"power_of_two": True}, "power_of_two was given with a scale that is given"),
+        ({"upper_bound": 2.0}, "upper_bound was given with a scale that is given"),
+        ({"scale": "row", "upper_bound": 0}, "upper_bound is 0; expected a positive"),
+        ({"transpose": 2}, "transpose is 2; expected True or False"),
+        ({"scale": "block", "group_size": 32}, "group_size is 32; expected 128 or 64"),
+        ({"scale": "row", "group_size": 64}, "group_size was given with a scale 'row'"),
+        ({"scale": "block", "layout": "col"}, "layout is 'col'; expected 'row', "),
+        ({"layout": "column"}, "layout 'column' was given with a scale that is given"),
+        ({"scale": "block", "layout": "packed"}, "expected power_of_two=True"),
+        ({"dtype": "int8", "scale": "block"}, "int8 was given with a scale 'block'"),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_wrong_options_are_refused_when_they_are_made(options, error, words):
-    with pytest.raises(error, match=words):
+def test_wrong_options_are_refused_when_they_are_made(options, words):
+    with pytest.raises((TypeError, ValueError), match=words):
         cupynorm.Quantize(**{"dtype": E4M3, **options})
 
 
@@ -63,24 +63,20 @@ def test_options_are_frozen():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "words"),
     (
-        (
-            {"scale": torch.ones(2)},
-            TypeError,
-            r"scale has shape \(2,\) and dtype float32; expected",
-        ),
-        ({"amax": OF_FLOAT64}, TypeError, r"amax has shape \(1,\) and dtype float64; expected one"),
-        ({"scale": OF_NUMPY}, ValueError, "scale is a NumPy array, input is a torch tensor on cpu"),
-        ({"scale_inv": OF_NUMPY}, ValueError, "scale_inv is a NumPy array, input is a torch"),
-        ({"scale": GRADIENT}, ValueError, r"scale requires a gradient; .* scale.detach\(\)"),
-        ({"amax": GRADIENT}, ValueError, "amax requires a gradient"),
-        ({"scale": ONE, "amax": ONE[:]}, ValueError, "amax is scale's own memory"),
+        ({"scale": torch.ones(2)}, r"scale has shape \(2,\) and dtype float32; expected"),
+        ({"amax": OF_FLOAT64}, r"amax has shape \(1,\) and dtype float64; expected one"),
+        ({"scale": OF_NUMPY}, "scale is a NumPy array, input is a torch tensor on cpu"),
+        ({"scale_inv": OF_NUMPY}, "scale_inv is a NumPy array, input is a torch"),
+        ({"scale": GRADIENT}, r"scale requires a gradient; .* scale.detach\(\)"),
+        ({"amax": GRADIENT}, "amax requires a gradient"),
+        ({"scale": ONE, "amax": ONE[:]}, "amax is scale's own memory"),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_arrays_that_do_not_fit_are_refused(options, error, words):
-    with pytest.raises(error, match=words):
+def test_arrays_that_do_not_fit_are_refused(options, words):
+    with pytest.raises((TypeError, ValueError), match=words):
         cupynorm.layer_norm(torch.ones(2, 8), 8, out_dtype=cupynorm.Quantize(E4M3, **options))
 
 
