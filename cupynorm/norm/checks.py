@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -352,7 +351,7 @@ def check_same_place(array: Array, x: Array, name: str, x_name: str) -> None:
 def take_like(
     array: Array | None, x: Array, shape: tuple[int, ...], name: str, x_name: str
 ) -> Array | None:
-    """An optional array that must have a shape, a supported dtype, and x's place."""
+    """An optional array that must have a shape, one of the four dtypes, and x's place."""
     if array is None:
         return None
     array = arrays.take(array, name)
@@ -381,7 +380,10 @@ def _scalar(array: Array | None, name: str, x: Array) -> Array | None:
             "expected one element of float32"
         )
     check_same_place(array, x, name, "input")
-    _check_constant(array, name)
+    if getattr(array, "requires_grad", False):
+        raise ValueError(
+            f"{name} requires a gradient; it is a constant here, so expected {name}.detach()"
+        )
     if name == "amax":
         _check_written(array, name)
     return array
@@ -393,13 +395,6 @@ def _check_written(array: Array, name: str) -> None:
         raise ValueError(
             f"{name} is a view that negates its memory, or zeros without memory; "
             "expected a tensor with memory of its own whose is_neg() is False"
-        )
-
-
-def _check_constant(array: Array | None, name: str) -> None:
-    if getattr(array, "requires_grad", False):
-        raise ValueError(
-            f"{name} requires a gradient; it is a constant here, so expected {name}.detach()"
         )
 
 
@@ -423,20 +418,16 @@ def _take_functors(
         check_shape(tuple(array.shape), tuple(x.shape), len(extents), name, per_row)
         converted.append(array)
     for name, seed in zip(functors.names_of_seeds(), functors.arrays()[len(converted) :]):
-        converted.append(_take_seed(seed, x, name))
+        seed = arrays.take(seed, name)
+        dtype = arrays.dtype_name(seed)
+        if dtype != "int64" or arrays.product(seed.shape) != 1:
+            raise ValueError(
+                f"{name} has shape {tuple(seed.shape)} and dtype {dtype}; expected one element of "
+                "int64, or an int"
+            )
+        check_same_place(seed, x, name, "input")
+        converted.append(seed)
     return functors.with_arrays(converted)
-
-
-def _take_seed(seed: Array, x: Array, name: str) -> Array:
-    """The seed of a functor, converted."""
-    seed = arrays.take(seed, name)
-    if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
-        raise ValueError(
-            f"{name} has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; "
-            "expected one element of int64, or an int"
-        )
-    check_same_place(seed, x, name, "input")
-    return seed
 
 
 def check_eps(eps: object, dtype: str, has_default: bool) -> float:
