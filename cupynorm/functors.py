@@ -16,15 +16,10 @@ import math
 import numbers
 from typing import Any
 
+import numpy as np
+
 from .dispatch.functor_text import BoundFunctor, functor
 from .options import shown
-
-
-def _silu_gate(y: Any, gate: Any) -> Any:
-    import numpy as np
-
-    return y * gate / (1 + np.exp(-gate))
-
 
 # y * silu(gate), the gated norm of Mamba 2. gate: as the input.
 silu_gate = functor(
@@ -36,14 +31,12 @@ silu_gate = functor(
         dgate = dy * y * sigmoid * (C(1) + gate * (C(1) - sigmoid));
         dy = dy * gate * sigmoid;
     """,
-    reference=_silu_gate,
+    reference=lambda y, gate: y * gate / (1 + np.exp(-gate)),
     torch=lambda y, gate: y * gate * gate.sigmoid(),
 )
 
 
 def _bias_gelu(x: Any, bias: Any) -> Any:
-    import numpy as np
-
     u = x + bias
     return u * (0.5 + 0.5 * np.vectorize(math.erf)(u / math.sqrt(2)))
 
@@ -88,8 +81,6 @@ ada_ln = functor(
 
 
 def _rotary(y: Any, cos: Any, sin: Any) -> Any:
-    import numpy as np
-
     first, second = np.split(y, 2, axis=-1)
     return y * cos + np.concatenate([-second, first], axis=-1) * sin
 
@@ -126,8 +117,6 @@ rotary = functor(
 
 
 def _rotary_interleaved(y: Any, cos: Any, sin: Any) -> Any:
-    import numpy as np
-
     turned = np.empty_like(y)
     turned[..., ::2], turned[..., 1::2] = -y[..., 1::2], y[..., ::2]
     return y * cos + turned * sin
@@ -176,19 +165,13 @@ layer_scale = functor(
 )
 
 
-def _clamp(y: Any, low: float, high: float) -> Any:
-    import numpy as np
-
-    return np.clip(y, low, high)
-
-
 # y, from low to high; NaN stays NaN. The gradient is 0 outside.
 clamp = functor(
     "clamp",
     "y = y < low ? low : y > high ? high : y;",
     numbers=("low", "high"),
     backward="dy = y >= low && y <= high ? dy : C(0);",
-    reference=_clamp,
+    reference=lambda y, low, high: np.clip(y, low, high),
     torch=lambda y, low, high: y.clamp(low, high),
 )
 
@@ -212,8 +195,6 @@ row_scale = functor(
 
 
 def _dropout(x: Any, high: float, low: float, kept: float, seed: int) -> Any:
-    import numpy as np
-
     from .reference import dropout_mask
 
     p = (high * 2**16 + low) / 2**32

@@ -82,24 +82,13 @@ class Call:
 
     @property
     def case(self) -> Case:
-        family = self.family
-        return Case(
-            family.norm,
-            self.num_rows,
-            family.num_cols,
-            family.x,
-            y=None if isinstance(family.y, How) else family.y,
-            weight=family.weight,
-            bias=family.bias,
-            strategy=family.strategy,
-            statistics=family.statistics,
-            zero_centered_weight=family.zero_centered_weight,
-            residual=family.residual or False,
-            eps=self.eps,
-            sm_margin=self.sm_margin,
-            dsum=self.dsum,
-            round_x_hat=family.round_x_hat,
-        )
+        family, names = self.family, ("weight", "bias", "strategy", "statistics")
+        names += ("zero_centered_weight", "round_x_hat")
+        fields = {name: getattr(family, name) for name in names}
+        fields |= {name: getattr(self, name) for name in ("eps", "sm_margin", "dsum")}
+        fields["y"] = None if isinstance(family.y, How) else family.y
+        shape = (family.norm, self.num_rows, family.num_cols, family.x)
+        return Case(*shape, residual=family.residual or False, **fields)
 
 
 # What is drawn. The first value of each is the simplest, to which a failing call is shrunk.

@@ -185,7 +185,7 @@ LIMITS = {
     "README.md": 130,
 }
 # What is above its limit may shrink, and may not grow.
-ABOVE = {"cupynorm": 24_200, "files of cupynorm": 91, "tests": 32_400}
+ABOVE = {"cupynorm": 23979, "files of cupynorm": 88, "tests": 31947}
 
 
 def lines_of(paths) -> int:

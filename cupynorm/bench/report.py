@@ -24,8 +24,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile."""
     if len(samples) < 2:
         return (samples[0],) * 3
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return low, middle, high
+    return tuple(statistics.quantiles(samples, n=4, method="inclusive"))
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,12 @@ class Measurement:
 
         A spread is the distance between the quartiles.
         """
-        first = self.right[:1]
+        found = {name: quartiles(self.samples[name]) for name in self.right}
+        low, best, high = next(iter(found.values()), (0, 0, 0))
         return {
             name
-            for name in self.right
-            for best in first
-            if self.median(name) - self.median(best)
-            <= (self.spread(name) * self.median(name) + self.spread(best) * self.median(best)) / 2
+            for name, (lower, middle, upper) in found.items()
+            if middle - best <= (upper - lower + high - low) / 2
         }
 
 
@@ -154,9 +152,7 @@ class BenchResult:
         lines += [f"{name} was not measured: {why}" for name, why in self.missing.items()]
         num_off = sum(OURS in each.faults for each in self.measurements)
         lines += [f"OFF: {OURS} is beyond what its dtypes allow in {num_off} cells"] * bool(num_off)
-        return lines + [
-            f"stopped {self.settings[name]}" for name in self.settings if name == "stopped"
-        ]
+        return lines + [f"stopped {self.settings.get('stopped')}"] * ("stopped" in self.settings)
 
     def __str__(self) -> str:
         parts = [f"{self.headline()}\n{self.method()}"]

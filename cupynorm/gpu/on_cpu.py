@@ -46,6 +46,7 @@ _SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
 _RUNTIME = "cuda_on_cpu_runtime.cpp"
 _MESSAGE_SIZE = 4096
 EVENT_BYTES = 40  # of a trace::Event
+_DIGEST_BYTES = 32  # at the end of each library
 
 
 class _Instruments(NamedTuple):
@@ -288,7 +289,7 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     # The library contains the runtime's path, so the path is part of the key.
     key = _digest(folder, text, str(runtime), *flags, *paths)
     path = runtime.parent / f"{key}.so"
-    if not is_private(path):
+    if not _is_whole(path):
         libraries = [str(runtime)]
         if not instruments.of_kernel() and not _is_clang():
             libraries += _LINK_FLAGS
@@ -308,7 +309,7 @@ def _runtime(folder: Path, instruments: _Instruments) -> Path:
     cache = cache_folder("on_cpu")
     text = f'#include "{_RUNTIME}"\n'
     path = cache / f"runtime-{_digest(folder, text, *flags)}.so"
-    if not is_private(path):
+    if not _is_whole(path):
         _build(text, path, [*flags, f"-I{_headers(folder)}"], _RUNTIME)
     return path
 
@@ -339,8 +340,22 @@ def _build(
             raise OnCpuError(
                 f"{name} does not compile with {_compiler_in_words()}:\n{result.stderr.strip()}"
             )
+        digest = hashlib.sha256(built.read_bytes()).digest()
+        with built.open("ab") as file:  # loaders ignore what is appended
+            file.write(digest)
         built.chmod(0o700)
         os.replace(built, path)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is this user's, and as it was built. A damaged one ends the process."""
+    return is_private(library) and _has_its_digest(library, library.stat().st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=64)  # of few: each process asks often for its runtime alone
+def _has_its_digest(library: Path, version: int) -> bool:
+    content = library.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
 def _load(name_expression: str, path: Path) -> CpuKernel:

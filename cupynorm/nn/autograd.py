@@ -67,7 +67,7 @@ def norm(
             known = None
         if known is not None:
             prepared, again = known
-            results = again(*operands[:4])
+            results = again(operands[:4])
     if results is None:
         y, added = normalize(ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options)))
     elif prepared.records:
@@ -207,33 +207,26 @@ def _launching(launches: Prepared, order: tuple[str, ...]) -> Callable[..., None
     return launch
 
 
-def _layouts(launches: Prepared, operands: tuple) -> Callable[..., bool]:
-    """Whether tensors have the layouts of these. Which are None is in the key of a call."""
-    read = launches.read
-    tensors = read(operands)
-    are_same = same_layouts(tensors)
-    if len(tensors) == len(operands):
-        return are_same
-    return lambda *given: are_same(*read(given))
-
-
 def forward_again(
     launches: Prepared, operands: tuple, given: tuple = (), count: list[int] | None = None
 ) -> Callable[..., tuple | None]:
     """What runs a forward like one before, which is_repeatable: the fields of a Forward.
 
-    Its arguments: input, weight, bias, residual, and what is equal to given. None: that or a layout
-    differs, or an address is no multiple of 16. operands: its first. count: of such runs.
+    Its arguments: (input, weight, bias, residual), and what is equal to given. The same of them are
+    None each time. It returns None where what is given or a layout differs, or an address is no
+    multiple of 16. operands: those of the first. count: of such runs.
     """
-    are_same, index = _layouts(launches, operands[:4]), launches.device_index
+    read, index = launches.read, launches.device_index
+    are_same = same_layouts(read(operands))
     order = "x", "weight", "bias", "residual", "y", "mean", "rstd", "sum"
     new_y, new_mean, new_rstd, new_sum = map(launches.new.get, order[4:])
     launch, exchange_device = _launching(launches, order), launches.library.exchange_device
     count = [0] if count is None else count
 
-    def again(x, weight, bias, residual, *rest):
-        if rest != given or not are_same(x, weight, bias, residual):
+    def again(operands, *rest):
+        if rest != given or not are_same(*read(operands)):
             return None
+        x, weight, bias, residual = operands
         of_x, of_mean, of_rstd, of_sum, added = x.data_ptr(), 0, 0, 0, x
         of_weight = 0 if weight is None else weight.data_ptr()
         of_bias = 0 if bias is None else bias.data_ptr()
@@ -249,8 +242,8 @@ def forward_again(
                 of_rstd = (rstd := new_rstd()).data_ptr()
             if new_sum is not None:
                 of_sum = (added := new_sum()).data_ptr()
-            read = of_x, of_weight, of_bias, of_residual
-            launch(*read, y.data_ptr(), of_mean, of_rstd, of_sum)
+            of_read = of_x, of_weight, of_bias, of_residual
+            launch(*of_read, y.data_ptr(), of_mean, of_rstd, of_sum)
         finally:
             if former != index:
                 exchange_device(former)
@@ -263,17 +256,19 @@ def forward_again(
 def backward_again(
     launches: Prepared, operands: tuple, given: tuple = (), count: list[int] | None = None
 ) -> Callable[..., tuple | None]:
-    """As forward_again, of a backward: dx, dweight and dbias. Arguments: dy, x, mean, rstd, weight,
-    dsum, and what is equal to given."""
-    are_same, index = _layouts(launches, operands[:6]), launches.device_index
+    """As forward_again, of a backward: dx, dweight and dbias. Its first argument: (dy, x, mean,
+    rstd, weight, dsum)."""
+    read, index = launches.read, launches.device_index
+    are_same = same_layouts(read(operands))
     order = "dy", "x", "mean", "rstd", "weight", "dsum", "dx", "dweight", "dbias", "partials"
     new_dx, new_dweight, new_dbias, new_partials = map(launches.new.get, order[6:])
     launch, exchange_device = _launching(launches, order), launches.library.exchange_device
     count = [0] if count is None else count
 
-    def again(dy, x, mean, rstd, weight, dsum, *rest):
-        if rest != given or not are_same(dy, x, mean, rstd, weight, dsum):
+    def again(operands, *rest):
+        if rest != given or not are_same(*read(operands)):
             return None
+        dy, x, mean, rstd, weight, dsum = operands
         of_dy, of_x, of_rstd = dy.data_ptr(), x.data_ptr(), rstd.data_ptr()
         of_mean = 0 if mean is None else mean.data_ptr()
         of_weight = 0 if weight is None else weight.data_ptr()
@@ -293,8 +288,8 @@ def backward_again(
             if new_partials is not None:
                 partials = new_partials()  # lives until the kernels are enqueued
                 of_partials = partials.data_ptr()
-            read = of_dy, of_x, of_mean, of_rstd, of_weight, of_dsum
-            launch(*read, of_dx, of_dweight, of_dbias, of_partials)
+            of_read = of_dy, of_x, of_mean, of_rstd, of_weight, of_dsum
+            launch(*of_read, of_dx, of_dweight, of_dbias, of_partials)
         finally:
             if former != index:
                 exchange_device(former)
@@ -358,7 +353,7 @@ def _gradients(ctx, operands: tuple) -> tuple:
     kind = ctx.needs_input_grad, operands[5] is None
     known = forward.backwards.get(kind)
     # What was saved may have another layout now: torch lets hooks pack and unpack it.
-    if known is not None and (results := known(*operands)) is not None:
+    if known is not None and (results := known(operands)) is not None:
         return results
     request = BackwardRequest(BackwardOperands(*operands), _with_wanted(ctx))
     prepared, checked = prepare_backward(request)

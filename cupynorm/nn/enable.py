@@ -1,11 +1,12 @@
 """torch: torch's own layer_norm and rms_norm by our kernels, in eager mode.
 
 aten's operators get our kernels at the CUDA key, below autograd, autocast and functorch. So a call,
-its recorded gradient, and what DTensor or a checkpoint runs locally are ours. torch.compile and
-torch.export are not touched: their fake tensors never reach a kernel. What our checks refuse goes
-to the kernel that stood there before, torch's or another library's.
+its recorded gradient, and what DTensor or a checkpoint runs locally are ours. Above autograd only
+plain calls without gradients are taken: they need no statistics. torch.compile and torch.export are
+not touched: their fake tensors never reach a kernel. What our checks refuse goes to the kernel that
+stood there before, torch's or another library's.
 
-A call like one before is found by a small key and by the layouts of its tensors (Repeated), and is
+A call like one before is found by a small key and the layouts of its tensors (autograd.py), and is
 then only allocated and launched.
 """
 
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +42,6 @@ from .private import is_forward_mode
 
 DEVICE = "CUDA"  # tests set "CPU"
 _MOST_ALIKE = 8  # calls of one key whose tensors differ
-_MOST_REASONS = 20
 
 _Kernel = Callable[..., Any]
 _is_grad_enabled = torch.is_grad_enabled
@@ -52,35 +52,49 @@ _served: dict[str, list[int]] = {}
 _left: Counter[tuple[str, str]] = Counter()
 
 
-def _first(name: str, key: tuple, operands: tuple, given: tuple, kind: tuple) -> Any:
-    """Prepares a call, runs it and keeps what repeats it. None: our checks refuse it.
+class _Kind(NamedTuple):
+    """calls: what repeats them, by key. prepare(operands, *given): a prepared call, and its own
+    operands. again: forward_again or backward_again. leaves: whether a call that is refused is
+    counted; otherwise another operator computes and counts it."""
 
-    kind: a function that prepares (operands, *given), and one that makes what repeats it.
+    calls: dict[tuple, tuple]
+    name: str
+    prepare: Callable[..., tuple]
+    again: Callable[..., _Kernel]
+    leaves: bool = True
+
+
+def _kind(name: str, *rest: Any) -> _Kind:
+    return _Kind(of_aten.setdefault(name, {}), name, *rest)
+
+
+def _run(kind: _Kind, key: tuple, operands: tuple, *given: Any) -> tuple | None:
+    """What a call returns. None: our checks refuse it.
+
+    key, given: what counts beside the layouts of operands.
     """
-    prepare, again = kind
+    known = kind[0].get(key, ())
+    for again in known:
+        made = again(operands, *given)
+        if made is not None:
+            if again is not known[0]:  # so that it is asked first
+                kind.calls[key] = (again, *(each for each in known if each is not again))
+            return made
     try:
         if not operands[0].numel():
             raise ValueError("no elements")
-        prepared, checked = prepare(operands, *given)
+        prepared, checked = kind.prepare(operands, *given)
     except (TypeError, ValueError, RuntimeError) as error:
-        _leave(name, error)
+        if kind.leaves:
+            _left[kind.name, printable(error)] += 1
         return None
-    count = _served.setdefault(name, [0])
+    count = _served.setdefault(kind.name, [0])
     count[0] += 1
     launches = prepared if isinstance(prepared, Prepared) else prepared.on_gpu
     if is_repeatable(launches, operands):
-        calls = of_aten[name]
-        found = again(launches, operands, given, count)
-        keep(calls, key, (found, *calls.get(key, ())[: _MOST_ALIKE - 1]))
+        found = kind.again(launches, operands, given, count)
+        keep(kind.calls, key, (found, *known[: _MOST_ALIKE - 1]))
     return prepared.run(checked)
-
-
-def _leave(name: str, error: Exception) -> None:
-    """Counts a call that the former kernel gets."""
-    reason = printable(error)
-    if (name, reason) not in _left and len(_left) >= _MOST_REASONS:
-        reason = "other reasons"
-    _left[name, reason] += 1
 
 
 def _prepare_forward(
@@ -107,35 +121,24 @@ def _prepare_backward(
 # Kernels, named as aten's operators and with their arguments. former: what stood there before.
 
 
-_BACKWARD = _prepare_backward, backward_again
-
-
 def native_layer_norm(former: _Kernel) -> _Kernel:
-    calls = of_aten.setdefault("layer_norm", {})
-    kind = partial(_prepare_forward, FOR_ATEN, True), forward_again
+    kind = _kind("layer_norm, recorded", partial(_prepare_forward, FOR_ATEN, True), forward_again)
 
     def ours(x, extents, weight, bias, eps):
-        key = x.numel(), weight is None, bias is None
-        for again in calls.get(key, ()):
-            if (made := again(x, weight, bias, None, eps, extents)) is not None:
-                return made[:3]
-        made = _first("layer_norm", key, (x, weight, bias, None), (eps, extents), kind)
-        return former(x, extents, weight, bias, eps) if made is None else made
+        operands, key = (x, weight, bias, None), (x.numel(), weight is None, bias is None)
+        made = _run(kind, key, operands, eps, extents)
+        return former(x, extents, weight, bias, eps) if made is None else made[:3]
 
     return ours
 
 
 def native_layer_norm_backward(former: _Kernel) -> _Kernel:
-    calls = of_aten.setdefault("layer_norm backward", {})
+    kind = _kind("layer_norm backward", _prepare_backward, backward_again)
 
     def ours(dy, x, extents, mean, rstd, weight, bias, wanted):
-        dtype, key = None if bias is None else bias.dtype, (x.numel(), weight is None)
-        for again in calls.get(key, ()):
-            made = again(dy, x, mean, rstd, weight, None, extents, wanted, dtype)
-            if made is not None:
-                return made[:3]
-        operands, given = (dy, x, mean, rstd, weight, None), (extents, wanted, dtype)
-        made = _first("layer_norm backward", key, operands, given, _BACKWARD)
+        operands, key = (dy, x, mean, rstd, weight, None), (x.numel(), weight is None)
+        dtype = None if bias is None else bias.dtype
+        made = _run(kind, key, operands, extents, wanted, dtype)
         if made is None:
             return former(dy, x, extents, mean, rstd, weight, bias, wanted)
         return made[:3]
@@ -144,57 +147,68 @@ def native_layer_norm_backward(former: _Kernel) -> _Kernel:
 
 
 def _fused_rms_norm(former: _Kernel) -> _Kernel:
-    calls = of_aten.setdefault("rms_norm, recorded", {})
-    kind = partial(_prepare_forward, FOR_ATEN, False), forward_again
+    kind = _kind("rms_norm, recorded", partial(_prepare_forward, FOR_ATEN, False), forward_again)
 
     def ours(x, extents, weight, eps):
-        key = x.numel(), weight is None
-        for again in calls.get(key, ()):
-            if (made := again(x, weight, None, None, eps, extents)) is not None:
-                return made[:3:2]
-        made = _first("rms_norm, recorded", key, (x, weight, None, None), (eps, extents), kind)
+        operands, key = (x, weight, None, None), (x.numel(), weight is None)
+        made = _run(kind, key, operands, eps, extents)
         return former(x, extents, weight, eps) if made is None else made[:3:2]
 
     return ours
 
 
 def _fused_rms_norm_backward(former: _Kernel) -> _Kernel:
-    calls = of_aten.setdefault("rms_norm backward", {})
+    kind = _kind("rms_norm backward", _prepare_backward, backward_again)
 
     def ours(dy, x, extents, rstd, weight, wanted):
-        key = x.numel(), weight is None
-        for again in calls.get(key, ()):
-            made = again(dy, x, None, rstd, weight, None, extents, wanted, None)
-            if made is not None:
-                return made[:2]
-        operands, given = (dy, x, None, rstd, weight, None), (extents, wanted, None)
-        made = _first("rms_norm backward", key, operands, given, _BACKWARD)
+        operands, key = (dy, x, None, rstd, weight, None), (x.numel(), weight is None)
+        made = _run(kind, key, operands, extents, wanted, None)
         return former(dy, x, extents, rstd, weight, wanted) if made is None else made[:2]
 
     return ours
 
 
+# The two below stand above autograd: calls without gradients need no statistics. The others call
+# one of those above.
+
+
+def _is_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether no subclass, mode or transform looks into the call."""
+    return (
+        x.__class__ in PLAIN
+        and weight.__class__ in PLAIN
+        and bias.__class__ in PLAIN
+        and not (num_dispatch_modes() or has_functorch_transforms() or is_forward_mode())
+    )
+
+
+def layer_norm(former: _Kernel) -> _Kernel:
+    kind = _kind("layer_norm", partial(_prepare_forward, FOR_Y, True), forward_again, False)
+
+    def ours(x, extents, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+        if not _is_plain(x, weight, bias):
+            return former(x, extents, weight, bias, eps, cudnn_enable)
+        if _is_grad_enabled() and wants_gradient(x, weight, bias):
+            return torch.native_layer_norm(x, extents, weight, bias, eps)[0]
+        operands, key = (x, weight, bias, None), (x.numel(), weight is None, bias is None)
+        made = _run(kind, key, operands, eps, extents)
+        if made is None:
+            return former(x, extents, weight, bias, eps, cudnn_enable)
+        return made[0]
+
+    return ours
+
+
 def rms_norm(former: _Kernel) -> _Kernel:
-    """Above autograd: weights of another dtype than x, for which torch runs eight operations, and
-    calls without gradients, which need no statistics."""
-    calls = of_aten.setdefault("rms_norm", {})
-    kind = partial(_prepare_forward, FOR_Y, False), forward_again
+    """Also for weights of another dtype than x, for which torch runs eight operations."""
+    kind = _kind("rms_norm", partial(_prepare_forward, FOR_Y, False), forward_again, False)
 
     def ours(x, extents, weight=None, eps=None):
-        if (
-            x.__class__ not in PLAIN
-            or weight.__class__ not in PLAIN
-            or num_dispatch_modes()
-            or has_functorch_transforms()
-            or is_forward_mode()
-        ):
+        if not _is_plain(x, weight, None):
             return former(x, extents, weight, eps)
         if not (_is_grad_enabled() and wants_gradient(x, weight)):
-            key = x.numel(), weight is None
-            for again in calls.get(key, ()):
-                if (made := again(x, weight, None, None, eps, extents)) is not None:
-                    return made[0]
-            made = _first("rms_norm", key, (x, weight, None, None), (eps, extents), kind)
+            operands, key = (x, weight, None, None), (x.numel(), weight is None)
+            made = _run(kind, key, operands, eps, extents)
         elif weight is None or weight.dtype == x.dtype:
             made = private.fused_rms_norm(x, extents, weight, eps)
         else:
@@ -212,7 +226,8 @@ def _recorded_of_two_dtypes(
     try:
         made = normalize(ForwardRequest(ForwardOperands(x, weight), options))
     except (TypeError, ValueError) as error:
-        return _leave("rms_norm, recorded", error)
+        _left["rms_norm, recorded", printable(error)] += 1
+        return None
     _served.setdefault("rms_norm, recorded", [0])[0] += 1
     return made
 
@@ -221,8 +236,7 @@ def _recorded_of_two_dtypes(
 
 
 class Enabled:
-    """Which calls of torch's norms ran on our kernels, and which were left to torch. Prints as a
-    table.
+    """Which calls of torch's norms our kernels computed, and which torch. Prints as a table.
 
     served: calls by operator. left: calls by operator and reason. Both count since the kernels were
     put in place, in the whole process. Replays of CUDA graphs and compiled calls do not count.
@@ -303,6 +317,7 @@ def _overrides() -> torch.library.Library | None:
         for of_former in (_fused_rms_norm, _fused_rms_norm_backward):
             _override(library, of_former, DEVICE)
         for key in (f"Autograd{DEVICE}", DEVICE):  # the second in inference mode
+            _override(library, layer_norm, key)
             _override(library, rms_norm, key)
     return library
 

@@ -351,12 +351,11 @@ def with_kinds(given: Given) -> BoundFunctor:
         raise TypeError(f"a {type(given).__name__} is no functor; expected one of cupynorm.functor")
     if isinstance(given, Functor):
         if given.numbers:
-            named = [f'{name}="full"' for name in given.arrays] + [
-                f"{n}=0.5" for n in given.numbers
-            ]
+            bound = [f'{name}="full"' for name in given.arrays]
+            bound += [f"{name}=0.5" for name in given.numbers]
             raise ValueError(
                 f"functor {given.name} has numbers {', '.join(given.numbers)}; expected it with "
-                f"them and a kind for each array, as {given.name}({', '.join(named)})"
+                f"them and a kind for each array, as {given.name}({', '.join(bound)})"
             )
         kinds = ("rows" if name in given.per_row else "full" for name in given.arrays)
         return BoundFunctor(given, tuple(kinds), seeds=(None,) * len(given.seeds))

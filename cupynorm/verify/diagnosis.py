@@ -29,6 +29,7 @@ Named = tuple[str, np.ndarray]
 
 UNKNOWN = "no mistake that is tried explains the numbers"
 _MOST_ELEMENTS = 2**17
+_OF_ELEMENTS = ("got", "expected", "allowed", "off")
 _SHARE = 0.95  # of elements that a mistake must explain
 _FAR = 64.0  # times what is allowed of a mistake's values: no element may be beyond
 _MEAN = "the rounding error of the mean is left in x - mean: subtract the mean of x - mean too"
@@ -155,10 +156,9 @@ def _fewer_rows(problem: Problem, judged: Judged) -> tuple[Problem, Judged]:
     start = min(max(0, first - most // 4), num_rows - most)
     at = slice(start, start + most)
     named = {name: getattr(problem, name) for name in ("x", "dy", "residual", "dsum")}
-    named = {name: values[at] for name, values in named.items() if values is not None}
-    case = replace(problem.case, num_rows=most)
-    arrays = {name: getattr(judged, name)[at] for name in ("got", "expected", "allowed", "off")}
-    return replace(problem, case=case, **named), judged._replace(**arrays)
+    rows = {name: values[at] for name, values in named.items() if values is not None}
+    problem = replace(problem, case=replace(problem.case, num_rows=most), **rows)
+    return problem, judged._replace(**{name: getattr(judged, name)[at] for name in _OF_ELEMENTS})
 
 
 def _counted(rows: Rows, judged: Judged) -> np.ndarray:
@@ -235,9 +235,8 @@ def _unwritten(judged: Judged) -> str:
 
 
 def _nearly_right(judged: Judged) -> str:
-    if (_rest_of(judged, judged.expected) <= 1).all():
-        return "errors are below twice what is allowed, as by one rounding too many"
-    return ""
+    is_near = (_rest_of(judged, judged.expected) <= 1).all()
+    return "errors are below twice what is allowed, as by one rounding too many" if is_near else ""
 
 
 def _fit(rows: Rows, judged: Judged) -> tuple[np.ndarray, np.ndarray] | None:

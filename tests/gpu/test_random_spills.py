@@ -24,7 +24,7 @@ from cupynorm.gpu.nvrtc import compile_for
 
 pytestmark = pytest.mark.slow
 
-NUM_PROBLEMS = 240 if HAS_TIME else 14
+NUM_PROBLEMS = 240 if HAS_TIME else 8
 SAME_LIMITS = (86, 89)  # their plans have the same limits: with few cores each has half
 MANY_ROWS, FEW_ROWS = 1 << 20, 64
 

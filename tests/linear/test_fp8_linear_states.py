@@ -32,23 +32,13 @@ def test_scales_of_each_step():
     normalized = cupynorm.layer_norm(
         x, 200, module.layer_norm_weight, module.layer_norm_bias, out_dtype="float32"
     )
+    amaxes = normalized.abs().max(), module.weight.float().abs().max()
     with fp8_autocast(recipe=recipe):
         y = module(x)
         forward, backward = module._fp8.scales["forward"], module._fp8.scales["backward"]
-        assert (
-            forward.scale.tolist() == [1, 1, 1]
-            and forward.amax_history[0, 0] == normalized.abs().max()
-        )
-    assert forward.scale.tolist() == [
-        448 / normalized.abs().max(),
-        448 / module.weight.float().abs().max(),
-        1,
-    ]
-    assert forward.amax_history[2].tolist() == [
-        normalized.abs().max(),
-        module.weight.float().abs().max(),
-        0,
-    ]
+        assert forward.scale.tolist() == [1, 1, 1] and forward.amax_history[0, 0] == amaxes[0]
+    assert forward.scale.tolist() == [448 / amaxes[0], 448 / amaxes[1], 1]
+    assert forward.amax_history[2].tolist() == [*amaxes, 0]
     y.backward(dy)
     assert backward.scale.tolist() == [1, 1] and backward.amax_history[0, 0] == dy.abs().max()
     with fp8_autocast(recipe=recipe):
@@ -109,7 +99,7 @@ def count_weights(monkeypatch) -> list:
 def test_microbatches_share_a_quantised_weight(monkeypatch):
     module, problem = make()
     made = count_weights(monkeypatch)
-    for first, times in (
+    calls = (
         (None, 1),
         (None, 2),
         (False, 3),
@@ -118,7 +108,8 @@ def test_microbatches_share_a_quantised_weight(monkeypatch):
         (False, 4),
         (False, 4),
         (None, 5),
-    ):
+    )
+    for first, times in calls:
         results = step(module, problem, CurrentScaling(), first)
         assert made.count((72, 200)) == times, first
         module.zero_grad()
@@ -127,13 +118,8 @@ def test_microbatches_share_a_quantised_weight(monkeypatch):
     kept = step(module, problem, CurrentScaling(), False)
     # is_first_microbatch=False tells the layer that the weight has not changed.
     np.testing.assert_array_equal(kept["y"], results["y"])
-    assert (
-        relative(
-            step(module, problem, CurrentScaling(), True)["y"] - problem.bias,
-            2 * (kept["y"] - problem.bias),
-        )
-        < 2.0**-7
-    )
+    doubled = step(module, problem, CurrentScaling(), True)["y"] - problem.bias
+    assert relative(doubled, 2 * (kept["y"] - problem.bias)) < 2.0**-7
     assert module.float()._fp8.weight is None
 
 
@@ -182,11 +168,9 @@ def test_a_step_ended_by_an_exception_leaves_no_trace():
         raise KeyError
     for layer in (module, twin):
         step(layer, problem, recipe)
-    for name in ("forward", "backward"):
-        assert torch.equal(module._fp8.scales[name].scale, twin._fp8.scales[name].scale)
-        assert torch.equal(
-            module._fp8.scales[name].amax_history, twin._fp8.scales[name].amax_history
-        )
+    for name, state in module._fp8.scales.items():
+        assert torch.equal(state.scale, twin._fp8.scales[name].scale)
+        assert torch.equal(state.amax_history, twin._fp8.scales[name].amax_history)
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))

@@ -86,14 +86,13 @@ def test_a_result_says_first_what_is_wrong():
     shown = result._repr_html_()
     assert shown.index("OFF: 4 of 4") < shown.index("rstd is 1") < shown.index("<table")
     # Of many tensors some are shown, and the counts are those of all.
-    many = cupynorm.types.CheckResult(result.findings * 20)
+    many = CheckResult(result.findings * 20)
     lines = str(many).splitlines()
     assert lines[0].startswith("OFF: 80 of 80 tensors") and "(and in 79 more cases)" in lines[1]
     assert sum("OFF: " in line for line in lines[2:]) == 12
     assert "at most 12 tensors that are off" in lines[-1]
-    assert not cupynorm.types.CheckResult() and "OFF: no tensor" in str(
-        cupynorm.types.CheckResult()
-    )
+    none = CheckResult()
+    assert not none and "OFF: no tensor" in str(none)
 
 
 def test_a_wrong_element_is_found_with_its_index():
@@ -107,16 +106,15 @@ def test_a_wrong_element_is_found_with_its_index():
 def test_nan_and_infinity_must_agree():
     """NaN for a number, a number for NaN and infinity of the wrong sign exceed any bound."""
     expected, allowed = np.array([1.0, np.nan, np.inf, 7e4]), np.array([1.0, np.nan, np.inf, 1.0])
-    assert judge(
-        "case", "y", np.array([1.0, np.nan, np.inf, np.inf]), expected, allowed, dtype="float16"
-    ).ok
-    for got in (
-        [np.nan, np.nan, np.inf, 7e4],
-        [1.0, 0.0, np.inf, 7e4],
-        [1.0, np.nan, -np.inf, 7e4],
-        [1.0, np.nan, np.inf, -np.inf],
+    for num_off, got in (
+        (0, [1.0, np.nan, np.inf, np.inf]),
+        (1, [np.nan, np.nan, np.inf, 7e4]),
+        (1, [1.0, 0.0, np.inf, 7e4]),
+        (1, [1.0, np.nan, -np.inf, 7e4]),
+        (1, [1.0, np.nan, np.inf, -np.inf]),
     ):
-        assert judge("case", "y", np.array(got), expected, allowed, dtype="float16").num_off == 1
+        found = judge("case", "y", np.array(got), expected, allowed, dtype="float16")
+        assert found.num_off == num_off
 
 
 def test_infinity_is_right_from_where_numbers_round_to_it():
@@ -175,9 +173,8 @@ def test_wrong_arguments_are_refused(arguments, message):
 @pytest.mark.parametrize("num_cols", [1 << 20, (1 << 20) + 1, 3_000_000])
 def test_rows_of_a_million_columns_pass(num_cols, on):
     """By the strategies that the width decides. The last width is too wide for any cluster."""
-    result = cupynorm.check(
-        shapes=[(1 if on == "cpu" else 5, num_cols)], dtypes=["bfloat16"], on=on
-    )
+    shapes = [(1 if on == "cpu" else 5, num_cols)]
+    result = cupynorm.check(shapes=shapes, dtypes=["bfloat16"], on=on)
     assert result.ok, result
 
 

@@ -29,7 +29,6 @@ def too_wide(x, weight, bias, eps):
 
 
 def wrong_tail(dy, x, mean, rstd, weight):
-    dx = rstd[:, None] * dy * weight
     dx = cupynorm.layer_norm_backward(dy, x, x.shape[1], mean, rstd, weight).dx
     whole = len(dx) // 4 * 4
     dx[whole:] = dx[whole - 1]
