@@ -29,6 +29,7 @@ from ..gpu.arrays import type_in_words
 from ..gpu.nvrtc import folder_of_process, source_files
 from ..gpu.on_cpu import OnCpuError
 from ..norm.request import tile_of
+from ..options import shown
 from ..plans import full_name, plan
 from ..table import as_html, as_text
 from ..verify import kernels
@@ -191,7 +192,11 @@ def experiment(
     options = {"strategy": strategy, "statistics": statistics}
     device = where.device if on_gpu else DEVICES["H200"]
     if input is not None:
-        input = np.asarray(input, dtype=np.float64)
+        try:
+            input = np.asarray(input, dtype=np.float64)
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+            given = shown(input)
+            raise TypeError(f"input is {given}; expected an array of numbers: {error}") from error
         if input.ndim != 2 or not input.size:
             raise ValueError(f"input has shape {input.shape}; expected (num_rows, num_cols)")
         num_rows, num_cols = input.shape

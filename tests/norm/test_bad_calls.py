@@ -96,6 +96,7 @@ def autocast(**options):
         pass
 
 
+CHANGES = {"statistics.cuh": [("= values[at] - first;", "= values[at];")]}
 SIZES = {"LayerNorm": (8,), "RMSNorm": (8,), "Linear": (8, 6), "LayerNormLinear": (8, 6)}
 
 
@@ -152,6 +153,10 @@ def entries() -> dict:
         "Quantize by one scale": (quantized, lambda: {"dtype": "float8_e5m2", **one}),
         "check of shapes": (cupynorm.check, lambda: usual(cupynorm.check, **column)),
         "swap_norms": (swap, lambda: usual(swap, model=torch.nn.Sequential(torch.nn.LayerNorm(8)))),
+        "experiment": (
+            partial(cupynorm.experiment, CHANGES, strategy="uncached", on="cpu"),
+            lambda: {"num_cols": 8, "num_rows": 2, "input": np.ones((2, 8))},
+        ),
         "dropout": (fused(functors.dropout), lambda: {"p": 0.5, "seed": 3}),
         "silu_gate": (fused(functors.silu_gate), lambda: {"gate": np.ones((4, 8))}),
         "clamp": (fused(functors.clamp), lambda: {"low": 0, "high": 1.5}),
