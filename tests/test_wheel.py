@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_it_holds_all_sources_and_is_small(wheel: Path):
     packed = zipfile.ZipFile(wheel).infolist()
-    assert wheel.stat().st_size <= 530_000  # to become 450,000
+    assert wheel.stat().st_size <= 535_000  # to become 450,000
     suffixes = {Path(each.filename).suffix for each in packed if ".dist-info/" not in each.filename}
     assert suffixes <= {".py", ".cu", ".cuh", ".cpp", ".h", ".npz", ".csv", ".typed"}, suffixes
     held = {each.filename for each in packed}
