@@ -166,8 +166,7 @@ class Functors(NamedTuple):
 
     def names(self) -> tuple[str, ...]:
         """Of arrays(), as "silu_gate.gate"."""
-        arrays = [name for name, _, _ in self.named_arrays()]
-        return (*arrays, *self.names_of_seeds())
+        return (*(name for name, _, _ in self.named_arrays()), *self.names_of_seeds())
 
     def names_of_seeds(self) -> list[str]:
         named = zip(labels(self.parts()), self.parts())
