@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
@@ -230,7 +229,8 @@ def _seed_at(x: Array, seed: object) -> Array:
     if seed is not None and not isinstance(seed, int):
         return seed
     if arrays.is_torch(x):
-        torch = sys.modules["torch"]
+        import torch  # torch.compile would inspect all modules of sys.modules
+
         options = {"dtype": torch.int64, "device": x.device}
         if seed is None:
             return torch.randint(0, SEED_LIMIT, (1,), **options)

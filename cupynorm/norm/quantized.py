@@ -193,7 +193,8 @@ def unpacked(packed: Array) -> Array:
     parts = [(packed >> shift) & 0xFF for shift in (0, 8, 16, 24)]
     bits = [(each << 23) | ((each - 1 >> 31) & 1 << 22) for each in parts]
     if arrays.is_torch(packed):
-        torch = sys.modules["torch"]
+        import torch  # torch.compile would inspect all modules of sys.modules
+
         return torch.stack(bits, -1).flatten(-2).view(torch.float32)
     stack = np.stack if isinstance(packed, np.ndarray) else nvrtc.cupy().stack
     return stack(bits, -1).reshape(*packed.shape[:-1], 4 * packed.shape[-1]).view(np.float32)

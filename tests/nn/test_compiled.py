@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from unittest import mock
 
 import pytest
 
@@ -96,14 +95,19 @@ class Importing(types.ModuleType):
         return super().__getattribute__(name)
 
 
-def test_8_bit_outputs_are_compiled_beside_lazy_modules(compile_anew):
-    def call(x):
-        return cupynorm.rms_norm(
-            x, 40, out_dtype=cupynorm.Quantize("float8_e5m2", "row")
-        ).dequantize()
+def of_8_bits(x):
+    out_dtype = cupynorm.Quantize("float8_e5m2", "row")
+    return cupynorm.rms_norm(x, 40, out_dtype=out_dtype).dequantize()
 
-    with mock.patch.dict(sys.modules, lazy=Importing("lazy")):
-        made = compile_anew(call, backend="eager")(x := random(3, 40))
+
+def with_a_drawn_seed(x):
+    return cupynorm.rms_norm(x, 40, fuse=cupynorm.functors.dropout(0.5))
+
+
+@pytest.mark.parametrize("call", (of_8_bits, with_a_drawn_seed))
+def test_calls_are_compiled_beside_lazy_modules(compile_anew, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lazy", Importing("lazy"))
+    made = compile_anew(call, backend="eager")(x := random(3, 40))
     assert made.dtype == x.dtype and made.shape == x.shape
 
 
