@@ -149,8 +149,8 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
     original module differs. Attributes that only the original module had are lost. Swap before
     torch.compile, DistributedDataParallel or FullyShardedDataParallel wraps the model.
 
-    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. Raises
-    TypeError if model is not a torch.nn.Module.
+    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. An error
+    leaves the model as it was. Raises TypeError if model is not a torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {type_in_words(model)}; expected a torch.nn.Module")
@@ -180,11 +180,16 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         if replacement is None:
             report.left.append(Swap(path, _name(module), "", remark))
         else:
-            places.append((parent, name, replacement))
+            places.append((parent, name, module, replacement))
             report._pairs.append((path, module, replacement))
             report.swapped.append(Swap(path, _name(module), _name(replacement), remark))
-    for parent, name, replacement in places:
-        setattr(parent, name, replacement)
+    try:
+        for parent, name, _, replacement in places:
+            setattr(parent, name, replacement)
+    except BaseException:  # a half of it, without its report, could not be undone
+        for parent, name, module, _ in places:
+            parent._modules[name] = module
+        raise
     return report
 
 

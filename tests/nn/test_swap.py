@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -540,3 +541,32 @@ def test_a_wrong_margin_leaves_the_model_as_it_was():
     with pytest.raises(ValueError):
         cupynorm.swap_norms(model)
     assert all(now is was for now, was in zip(model, before))
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    """Nothing could undo a half of it: the report would be lost."""
+
+    class Full(torch.nn.Sequential):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "1" and isinstance(value, cupynorm.LayerNorm):
+                raise MemoryError
+            super().__setattr__(name, value)
+
+    wrong = {"eps": 0.1, "_sm_margins": {"forward": -1}}
+    broken = foreign("RMSNorm", f"{TE}.rmsnorm", weight=parameter(64), **wrong)
+    of_two = Full(torch.nn.LayerNorm(64), torch.nn.LayerNorm(64), torch.nn.LayerNorm(64))
+    for model, error in (
+        (torch.nn.Sequential(torch.nn.LayerNorm(64), broken), ValueError),
+        (of_two, MemoryError),
+    ):
+        before = [*model]
+        with pytest.raises(error):
+            cupynorm.swap_norms(model)
+        assert all(now is was for now, was in zip(model, before))
+
+
+def test_a_report_can_be_pickled():
+    _, _, report = two_norms()
+    twin = pickle.loads(pickle.dumps(report))
+    twin.undo()
+    assert str(twin) == str(report) and type(twin._model[0]) is torch.nn.LayerNorm
