@@ -101,6 +101,7 @@ def test_the_module_compiles_without_a_graph_break(options):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [LayerNormLinear, cupynorm.Linear])
 def test_a_dynamic_number_of_rows_stays_dynamic(layer):
     torch._dynamo.reset()

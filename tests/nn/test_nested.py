@@ -23,7 +23,7 @@ def jagged(tensors):
     return torch.nested.nested_tensor(tensors, layout=torch.jagged, requires_grad=True)
 
 
-@pytest.mark.parametrize("compiles", (False, True))
+@pytest.mark.parametrize("compiles", (False, pytest.param(True, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", ("LayerNorm", "RMSNorm", "LayerNormLinear", "Linear"))
 def test_modules_and_their_gradients(name, compiles):
     input = jagged(sequences(COLS))

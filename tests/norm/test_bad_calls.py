@@ -190,7 +190,10 @@ def is_ours(error: Exception) -> bool:
     return bool(is_sentence) and last.lineno in lines_that_raise(last.filename)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "experiment")) for name in ENTRIES],
+)
 @SETTINGS
 @given(data=st.data())
 def test_a_spoilt_call_is_refused_by_a_sentence_or_taken(name, data):
