@@ -125,7 +125,7 @@ def layer_norm(
         array([[ 0.095, -0.019, -0.134,  0.057]], dtype=float32)
 
     input: shape (..., *normalized_shape), of float16, bfloat16, float32 or float64, in any strides.
-        A CuPy array, a torch tensor, a NumPy array or any object with __dlpack__.
+        A CuPy array, a torch tensor, a NumPy array or any object with `__dlpack__`.
     normalized_shape: an int or the trailing shape to normalise over.
     weight, bias: shape normalized_shape, of any of the four dtypes; None: left out.
     eps: added to the variance.
@@ -143,7 +143,7 @@ def layer_norm(
         on x apply before the residual is added, those on y before y is rounded.
     launch: a cupynorm.Launch. None: the width of a row decides.
 
-    Returns y of the input's shape in the input's library (CuPy for __dlpack__), or (y, sum). A
+    Returns y of the input's shape in the input's library (CuPy for `__dlpack__`), or (y, sum). A
     torch tensor is differentiable in input, weight, bias, residual and arrays of functors.
     Arithmetic is in float32 (float64 where the sum is) with one rounding. On the CPU it is the
     float64 reference. docs/calls.md has more on dtypes, autograd, DTensors and special values.
