@@ -59,6 +59,7 @@ CALLS = {
     "negated": replace(PLAIN, layouts=("negated", "negated", "negated", "negated", "gap"), seed=8),
     "8 bits": Call(Family(num_cols=64, y=How("float8_e4m3fn", "row"), by="explicit"), 4),
     "a functor": Call(Family(num_cols=16, fuse="silu_gate"), 3),
+    "a functor, rows alone": Call(Family(num_cols=16, fuse="silu_gate", by="autograd"), 3, seed=7),
     "a sum over rows in 16 bits": Call(
         Family(num_cols=4, x="bfloat16", fuse="layer_scale", by="autograd"), 2
     ),
