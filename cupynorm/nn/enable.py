@@ -1,10 +1,10 @@
 """torch: torch's own layer_norm and rms_norm by our kernels, in eager mode.
 
 aten's operators get our kernels at the CUDA key, below autograd, autocast and functorch. So a call,
-its recorded gradient, and what DTensor or a checkpoint runs locally are ours. Above autograd only
-plain calls without gradients are taken: they need no statistics. torch.compile and torch.export are
-not touched: their fake tensors never reach a kernel. What our checks refuse goes to the kernel that
-stood there before, torch's or another library's.
+its recorded gradient, and what DTensor or a checkpoint runs locally are ours. Only rms_norm is also
+taken above autograd: there torch splits a call of two dtypes into eight operations. torch.compile
+and torch.export are not touched: their fake tensors never reach a kernel. What our checks refuse
+goes to the kernel that stood there before, torch's or another library's.
 
 A call like one before is found by a small key and the layouts of its tensors (autograd.py), and is
 then only allocated and launched.
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,49 +52,46 @@ _served: dict[str, list[int]] = {}
 _left: Counter[tuple[str, str]] = Counter()
 
 
-class _Kind(NamedTuple):
-    """calls: what repeats them, by key. prepare(operands, *given): a prepared call, and its own
-    operands. again: forward_again or backward_again. leaves: whether a call that is refused is
-    counted; otherwise another operator computes and counts it."""
+def _runner(
+    name: str,
+    operator: str,
+    prepare: Callable[..., tuple],
+    repeating: Callable[..., _Kernel],
+    counts_left: bool = True,
+) -> Callable[..., tuple | None]:
+    """A function that returns what a call returns, and None where our checks refuse it.
 
-    calls: dict[tuple, tuple]
-    name: str
-    prepare: Callable[..., tuple]
-    again: Callable[..., _Kernel]
-    leaves: bool = True
+    Its arguments: a key, the operands, and what else counts beside the layouts of the operands.
 
-
-def _kind(name: str, *rest: Any) -> _Kind:
-    return _Kind(of_aten.setdefault(name, {}), name, *rest)
-
-
-def _run(kind: _Kind, key: tuple, operands: tuple, *given: Any) -> tuple | None:
-    """What a call returns. None: our checks refuse it.
-
-    key, given: what counts beside the layouts of operands.
+    name: in the counts. prepare: makes a prepared call, and its own operands. repeating:
+    forward_again or backward_again. counts_left: False where another operator then counts the call.
     """
-    known = kind[0].get(key, ())
-    for again in known:
-        made = again(operands, *given)
-        if made is not None:
-            if again is not known[0]:  # so that it is asked first
-                kind.calls[key] = (again, *(each for each in known if each is not again))
-            return made
-    try:
-        if not operands[0].numel():
-            raise ValueError("no elements")
-        prepared, checked = kind.prepare(operands, *given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        if kind.leaves:
-            _left[kind.name, printable(error)] += 1
-        return None
-    count = _served.setdefault(kind.name, [0])
-    count[0] += 1
-    launches = prepared if isinstance(prepared, Prepared) else prepared.on_gpu
-    if is_repeatable(launches, operands):
-        found = kind.again(launches, operands, given, count)
-        keep(kind.calls, key, (found, *known[: _MOST_ALIKE - 1]))
-    return prepared.run(checked)
+    calls, count = of_aten.setdefault(operator, {}), _served.setdefault(name, [0])
+
+    def run(key: tuple, operands: tuple, *given: Any) -> tuple | None:
+        known = calls.get(key, ())
+        for again in known:
+            made = again(operands, *given)
+            if made is not None:
+                if again is not known[0]:  # so that it is asked first
+                    calls[key] = (again, *(each for each in known if each is not again))
+                return made
+        try:
+            if not operands[0].numel():
+                raise ValueError("no elements")
+            prepared, checked = prepare(operands, *given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if counts_left:
+                _left[name, printable(error)] += 1
+            return None
+        count[0] += 1
+        launches = prepared if isinstance(prepared, Prepared) else prepared.on_gpu
+        if is_repeatable(launches, operands):
+            found = repeating(launches, operands, given, count)
+            keep(calls, key, (found, *known[: _MOST_ALIKE - 1]))
+        return prepared.run(checked)
+
+    return run
 
 
 def _prepare_forward(
@@ -122,23 +119,24 @@ def _prepare_backward(
 
 
 def native_layer_norm(former: _Kernel) -> _Kernel:
-    kind = _kind("layer_norm, recorded", partial(_prepare_forward, FOR_ATEN, True), forward_again)
+    prepare = partial(_prepare_forward, FOR_ATEN, True)
+    run = _runner("layer_norm", "native_layer_norm", prepare, forward_again)
 
     def ours(x, extents, weight, bias, eps):
-        operands, key = (x, weight, bias, None), (x.numel(), weight is None, bias is None)
-        made = _run(kind, key, operands, eps, extents)
+        key = x.numel(), weight is None, bias is None
+        made = run(key, (x, weight, bias, None), eps, extents)
         return former(x, extents, weight, bias, eps) if made is None else made[:3]
 
     return ours
 
 
 def native_layer_norm_backward(former: _Kernel) -> _Kernel:
-    kind = _kind("layer_norm backward", _prepare_backward, backward_again)
+    name = "layer_norm backward"
+    run = _runner(name, "native_layer_norm_backward", _prepare_backward, backward_again)
 
     def ours(dy, x, extents, mean, rstd, weight, bias, wanted):
         operands, key = (dy, x, mean, rstd, weight, None), (x.numel(), weight is None)
-        dtype = None if bias is None else bias.dtype
-        made = _run(kind, key, operands, extents, wanted, dtype)
+        made = run(key, operands, extents, wanted, None if bias is None else bias.dtype)
         if made is None:
             return former(dy, x, extents, mean, rstd, weight, bias, wanted)
         return made[:3]
@@ -147,68 +145,44 @@ def native_layer_norm_backward(former: _Kernel) -> _Kernel:
 
 
 def _fused_rms_norm(former: _Kernel) -> _Kernel:
-    kind = _kind("rms_norm, recorded", partial(_prepare_forward, FOR_ATEN, False), forward_again)
+    prepare = partial(_prepare_forward, FOR_ATEN, False)
+    run = _runner("rms_norm", "_fused_rms_norm", prepare, forward_again)
 
     def ours(x, extents, weight, eps):
-        operands, key = (x, weight, None, None), (x.numel(), weight is None)
-        made = _run(kind, key, operands, eps, extents)
+        made = run((x.numel(), weight is None), (x, weight, None, None), eps, extents)
         return former(x, extents, weight, eps) if made is None else made[:3:2]
 
     return ours
 
 
 def _fused_rms_norm_backward(former: _Kernel) -> _Kernel:
-    kind = _kind("rms_norm backward", _prepare_backward, backward_again)
+    name = "rms_norm backward"
+    run = _runner(name, "_fused_rms_norm_backward", _prepare_backward, backward_again)
 
     def ours(dy, x, extents, rstd, weight, wanted):
         operands, key = (dy, x, None, rstd, weight, None), (x.numel(), weight is None)
-        made = _run(kind, key, operands, extents, wanted, None)
+        made = run(key, operands, extents, wanted, None)
         return former(dy, x, extents, rstd, weight, wanted) if made is None else made[:2]
 
     return ours
 
 
-# The two below stand above autograd: calls without gradients need no statistics. The others call
-# one of those above.
-
-
-def _is_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether no subclass, mode or transform looks into the call."""
-    return (
-        x.__class__ in PLAIN
-        and weight.__class__ in PLAIN
-        and bias.__class__ in PLAIN
-        and not (num_dispatch_modes() or has_functorch_transforms() or is_forward_mode())
-    )
-
-
-def layer_norm(former: _Kernel) -> _Kernel:
-    kind = _kind("layer_norm", partial(_prepare_forward, FOR_Y, True), forward_again, False)
-
-    def ours(x, extents, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
-        if not _is_plain(x, weight, bias):
-            return former(x, extents, weight, bias, eps, cudnn_enable)
-        if _is_grad_enabled() and wants_gradient(x, weight, bias):
-            return torch.native_layer_norm(x, extents, weight, bias, eps)[0]
-        operands, key = (x, weight, bias, None), (x.numel(), weight is None, bias is None)
-        made = _run(kind, key, operands, eps, extents)
-        if made is None:
-            return former(x, extents, weight, bias, eps, cudnn_enable)
-        return made[0]
-
-    return ours
-
-
 def rms_norm(former: _Kernel) -> _Kernel:
-    """Also for weights of another dtype than x, for which torch runs eight operations."""
-    kind = _kind("rms_norm", partial(_prepare_forward, FOR_Y, False), forward_again, False)
+    """Above autograd: a weight of another dtype than x, and y alone where nothing is recorded."""
+    prepare = partial(_prepare_forward, FOR_Y, False)
+    run = _runner("rms_norm", "rms_norm", prepare, forward_again, counts_left=False)
 
     def ours(x, extents, weight=None, eps=None):
-        if not _is_plain(x, weight, None):
+        if (
+            x.__class__ not in PLAIN
+            or weight.__class__ not in PLAIN
+            or num_dispatch_modes()
+            or has_functorch_transforms()
+            or is_forward_mode()
+        ):
             return former(x, extents, weight, eps)
         if not (_is_grad_enabled() and wants_gradient(x, weight)):
-            operands, key = (x, weight, None, None), (x.numel(), weight is None)
-            made = _run(kind, key, operands, eps, extents)
+            made = run((x.numel(), weight is None), (x, weight, None, None), eps, extents)
         elif weight is None or weight.dtype == x.dtype:
             made = private.fused_rms_norm(x, extents, weight, eps)
         else:
@@ -226,9 +200,9 @@ def _recorded_of_two_dtypes(
     try:
         made = normalize(ForwardRequest(ForwardOperands(x, weight), options))
     except (TypeError, ValueError) as error:
-        _left["rms_norm, recorded", printable(error)] += 1
+        _left["rms_norm", printable(error)] += 1
         return None
-    _served.setdefault("rms_norm, recorded", [0])[0] += 1
+    _served["rms_norm"][0] += 1
     return made
 
 
@@ -317,7 +291,6 @@ def _overrides() -> torch.library.Library | None:
         for of_former in (_fused_rms_norm, _fused_rms_norm_backward):
             _override(library, of_former, DEVICE)
         for key in (f"Autograd{DEVICE}", DEVICE):  # the second in inference mode
-            _override(library, layer_norm, key)
             _override(library, rms_norm, key)
     return library
 

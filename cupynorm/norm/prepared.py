@@ -17,7 +17,7 @@ forwards: dict[tuple, Any] = {}
 backwards: dict[tuple, Any] = {}
 repeated: dict[tuple, Any] = {}
 matrices: dict[tuple, Any] = {}
-of_aten: dict[str, dict[int, tuple]] = {}
+of_aten: dict[str, dict[tuple, tuple]] = {}
 # Then all are dropped: a program with new shapes in each call must not fill the memory.
 _MOST = 4096
 
