@@ -226,15 +226,14 @@ def host(
             module = getattr(package, kind)(num_cols, device=device, dtype=tensors.x.dtype)
             x = tensors.x.detach().requires_grad_(record)
             calls[f"{library}.{kind}"] = partial(module.requires_grad_(record), x)
+        calls["enabled"] = calls[f"nn.{kind}"]  # on our kernels
         case = f"{norm} {num_rows} x {num_cols} {dtype}, forward"
         timed = {case + ", recorded" * record: calls}
         if record:
             both = {name: partial(_both, call, tensors.x) for name, call in calls.items()}
             timed[f"{case} and backward"] = both
         for case, calls in timed.items():
-            found[case] = host_times(calls, rounds, wait)
-            with enabled():  # torch's module, on our kernels
-                found[case] |= host_times({"enabled": calls[f"nn.{kind}"]}, rounds, wait)
+            found[case] = host_times(calls, rounds, wait, within={"enabled": enabled})
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from ..gpu import nvrtc
@@ -95,20 +96,23 @@ def host_times(
     rounds: int,
     wait: Callable[[], None],
     clock: Callable[[], int] = time.perf_counter_ns,
+    within: Mapping[str, Callable[[], AbstractContextManager]] | None = None,
 ) -> dict[str, float]:
     """name -> median microseconds until a call returns. In each round each makes a burst of calls.
 
     wait: returns when the GPU is idle, so that no call waits for room in its queue; called before
-    each burst, untimed. clock: nanoseconds.
+    each burst, untimed. clock: nanoseconds. within: makes a context for each burst of a name.
     """
+    contexts = within or {}
     samples: dict[str, list[int]] = {name: [] for name in calls}
     for round in range(rounds + 1):  # the first warms up
         for name, call in calls.items():
-            wait()
-            for _ in range(_BURST):
-                start = clock()
-                call()
-                if round:
-                    samples[name].append(clock() - start)
+            with contexts.get(name, nullcontext)():
+                wait()
+                for _ in range(_BURST):
+                    start = clock()
+                    call()
+                    if round:
+                        samples[name].append(clock() - start)
     wait()
     return {name: statistics.median(times) / 1e3 for name, times in samples.items()}

@@ -1,5 +1,7 @@
 """When timing stops, what it leaves out, the turns that libraries take, and the host's time."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from cupynorm.bench import timer as timers
@@ -120,5 +122,14 @@ def test_the_host_is_timed_in_bursts_and_the_wait_is_not():
     burst = timers._BURST
     slow_first = [5000] * burst + [9000] + [3000] * (2 * burst - 1)  # the warm-up, then two bursts
     calls = {"ours": library("ours", slow_first), "torch": library("torch", [7000] * 3 * burst)}
-    assert host_times(calls, 2, wait, lambda: now[0]) == {"ours": 3.0, "torch": 7.0}
-    assert events == [*["wait", *["ours"] * burst, "wait", *["torch"] * burst] * 3, "wait"]
+
+    @contextmanager
+    def context():
+        events.append("in")
+        yield
+        events.append("out")
+
+    times = host_times(calls, 2, wait, lambda: now[0], {"torch": context})
+    assert times == {"ours": 3.0, "torch": 7.0}
+    ours, theirs = ["wait", *["ours"] * burst], ["in", "wait", *["torch"] * burst, "out"]
+    assert events == [*[*ours, *theirs] * 3, "wait"]
