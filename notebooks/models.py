@@ -7,15 +7,12 @@
 Weights and inputs are random. All runs of a model share their weights. Each step has a new input,
 on which the runs take turns.
 
-run                 norms                                   torch.compile
-torch               torch.nn.LayerNorm and RMSNorm          no
-cupynorm            cupynorm's, by cupynorm.swap_norms      no
-torch-compiled      as torch                                each block
-cupynorm-compiled   as cupynorm                             each block
+torch       torch.nn.LayerNorm and RMSNorm
+cupynorm    cupynorm's, by cupynorm.swap_norms
+enabled     as torch, under cupynorm.enable(), which does nothing on a CPU
 
 A step of training is forward and backward: under autocast to bfloat16, or with weights in bfloat16
-where such models are trained so. Inference has all weights in bfloat16. A CPU computes in float32,
-and compiles only the runs that --runs names.
+where such models are trained so. Inference has all weights in bfloat16. A CPU computes in float32.
 
 The distance of a run from the run torch is compared as in train_gpt.py: with that of torch's norms
 computed in float64 and rounded once, which roundings alone explain.
@@ -32,6 +29,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +46,10 @@ from cupynorm.gpu.nvrtc import environment
 from cupynorm.table import as_markdown
 
 DOCUMENT = Path("docs/benchmarks.md")
-BACKEND = "inductor"
-NUM_COMPARED, NUM_WARM = 3, 2  # inputs on which runs are compared; steps that are not timed
-RUNS = ("torch", "cupynorm", "torch-compiled", "cupynorm-compiled")
-OTHERS = {"cupynorm": "torch", "cupynorm-compiled": "torch-compiled"}  # what a run gains over
-PHASES, FLOAT64 = ("training", "inference"), "float64"
+NUM_COMPARED, NUM_WARM, SEED = 3, 2, 0  # inputs that are compared; steps that are not timed
+TORCH, FLOAT64, OURS = "torch", "float64", ("cupynorm", "enabled")
+RUNS = (TORCH, *OURS)
+PHASES = ("training", "inference")
 # A distance comes from roundings, which vary by chance. The norms of a run cause few of them: the
 # runs share all other roundings, until the first difference spreads.
 CHANCE = 8
@@ -150,21 +147,15 @@ class Phase:
     def gain(self, run: str) -> tuple[float, float] | None:
         """By which share a run is faster than torch's in the same turn: median, and half the
         distance between the quartiles. None if one was not measured."""
-        ours, theirs = (self.milliseconds.get(each) for each in (run, OTHERS[run]))
+        ours, theirs = (self.milliseconds.get(each) for each in (run, TORCH))
         if not (ours and theirs):
             return None
         low, middle, high = quartiles([b / a - 1 for a, b in zip(ours, theirs)])
         return middle, (high - low) / 2
 
-    def limit(self, run: str, quantity: str) -> float:
-        """How far a run may be from torch by roundings alone.
-
-        Compiled code rounds in other places, so torch's own compiled run is its measure. Without
-        that run nothing is known: the limit is infinite.
-        """
-        like = [FLOAT64, *(["torch-compiled"] if run.endswith("compiled") else [])]
-        found = [self.distances.get(each, {}).get(quantity, math.inf) for each in like]
-        return CHANCE * max(found) + NOISE
+    def limit(self, quantity: str) -> float:
+        """How far a run may be from torch by roundings alone. Infinite if those are not known."""
+        return CHANCE * self.distances.get(FLOAT64, {}).get(quantity, math.inf) + NOISE
 
 
 @dataclass
@@ -208,13 +199,13 @@ class Result:
         """A sentence for each distance of our runs that roundings do not explain."""
         return [
             f"{model.title}, {phase}: {quantity} of {run} differs from torch's by "
-            f"{distance:.1e}; roundings explain {found.limit(run, quantity):.1e}"
+            f"{distance:.1e}; roundings explain {found.limit(quantity):.1e}"
             for model in self.models.values()
             for phase, found in model.phases.items()
             for run, distances in found.distances.items()
-            if run in OTHERS
+            if run in OURS
             for quantity, distance in distances.items()
-            if not distance <= found.limit(run, quantity)
+            if not distance <= found.limit(quantity)
         ]
 
     def introduction(self) -> str:
@@ -252,7 +243,7 @@ class Result:
         runs = self.runs()
         rows = [["model"]]
         for run in runs:
-            rows[0] += [run.replace("-", " "), *["gain"] * (OTHERS.get(run) in runs)]
+            rows[0] += [run, *["gain"] * (run in OURS)]
         for title, found in self.phases()[phase]:
             row = [title]
             for run in runs:
@@ -260,36 +251,23 @@ class Result:
                 if samples := found.milliseconds.get(run):
                     low, middle, high = quartiles(samples)
                     row[-1] = f"{middle:.2f} ± {(high - low) / 2:.2f}"
-                if OTHERS.get(run) in runs:
+                if run in OURS:
                     gain = found.gain(run)
                     row.append("-" if gain is None else f"{gain[0]:+.1%} ± {100 * gain[1]:.1f}")
             rows.append(row)
         return rows
 
-    def distances(self) -> list[list[str]]:
-        """The table of relative distances from the run torch."""
-        runs = [FLOAT64, *(run for run in self.runs() if run != "torch")]
-        rows = [["model", "distance of", "roundings", *(run.replace("-", " ") for run in runs[1:])]]
-        for model in self.models.values():
-            for phase in model.phases.values():
-                for quantity in phase.distances.get(FLOAT64, ()):
-                    found = (phase.distances.get(run, {}).get(quantity) for run in runs)
-                    shown = ["-" if each is None else f"{each:.0e}" for each in found]
-                    rows.append([model.title, quantity, *shown])
-        return rows
-
     def gains(self) -> list[str]:
-        """A sentence for each of our runs: its least and its greatest gain over torch's run."""
+        """A sentence for each of our runs: its least and its greatest gain over torch's."""
         sentences = []
-        for run, other in OTHERS.items():
+        for run in OURS:
             ranges = []
             for phase, models in self.phases().items():
                 gains = [gain[0] for _, found in models if (gain := found.gain(run))]
                 if gains:
                     ranges.append(f"{min(gains):+.1%} to {max(gains):+.1%} in {phase}")
             if ranges:
-                what = f"Gain of {run} over {other}".replace("-", " ")
-                sentences.append(f"{what}: {', '.join(ranges)}.")
+                sentences.append(f"Gain of {run} over {TORCH}: {', '.join(ranges)}.")
         return sentences
 
     def __str__(self) -> str:
@@ -302,8 +280,6 @@ class Result:
         for phase, models in self.phases().items():
             if models:
                 lines += ["", f"{phase.capitalize()}:", "", *as_markdown(self.times(phase), [0])]
-        lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
-        lines += ["", *as_markdown(self.distances(), range(2))]
         lines += ["", *(_wrapped(f"- {each}") for each in (*self.gains(), *self.left_out))]
         return "\n".join([*lines, "", f"Made by `{self.settings['command']}`."])
 
@@ -322,7 +298,7 @@ def on_gpu(device: str) -> bool:
 
 def make(subject: Subject, given: argparse.Namespace) -> torch.nn.Module:
     """A model with random weights, among them those of norms: ones would hide errors in use."""
-    torch.manual_seed(given.seed)
+    torch.manual_seed(SEED)
     with torch.device(given.device), torch.no_grad():
         sizes = subject.sizes
         if given.quick:
@@ -337,18 +313,16 @@ def make(subject: Subject, given: argparse.Namespace) -> torch.nn.Module:
 
 
 def variant_of(model: torch.nn.Module, run: str) -> torch.nn.Module:
-    """A copy of the model for a run. All copies share the parameters."""
+    """A copy of the model for a run, and `norms`, in whose block it runs. All share parameters."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     model = copy.deepcopy(model, shared)
+    model.norms = cupynorm.enabled if run == "enabled" else nullcontext
     if run == FLOAT64:
         norms_in_float64(model)
-    if run.startswith("cupynorm"):
+    if run == "cupynorm":
         swapped = cupynorm.swap_norms(model)
         if swapped.left or not swapped.swapped:
             raise RuntimeError(f"not all norms were swapped:\n{swapped}")
-    if run.endswith("compiled"):
-        for block in model.blocks:
-            block.compile(backend=BACKEND, fullgraph=True, dynamic=False)
     return model
 
 
@@ -359,7 +333,7 @@ class Step:
         self.trains, self.on_gpu = phase == "training", on_gpu(given.device)
         self.batch_size = _QUICK_BATCH if given.quick else subject.batch
         self.autocast = self.trains and self.on_gpu and subject.weights is torch.float32
-        self.generator = torch.Generator(given.device).manual_seed(given.seed)
+        self.generator = torch.Generator(given.device).manual_seed(SEED)
 
     def batch(self, model: torch.nn.Module) -> Batch:
         """A new input and target, in the dtype of the weights."""
@@ -390,15 +364,17 @@ class Step:
     def timed(self, model: torch.nn.Module, batch: Batch) -> float:
         """Milliseconds until the GPU is done."""
         wait = torch.cuda.synchronize if self.on_gpu else lambda: None
-        wait()
-        start = time.perf_counter()
-        self(model, batch)
-        wait()
-        return 1e3 * (time.perf_counter() - start)
+        with model.norms():
+            wait()
+            start = time.perf_counter()
+            self(model, batch)
+            wait()
+            return 1e3 * (time.perf_counter() - start)
 
     def quantities(self, model: torch.nn.Module, batch: Batch) -> dict[str, list[torch.Tensor]]:
         """What is compared after a step: loss and gradients, or outputs."""
-        result = self(model, batch)
+        with model.norms():
+            result = self(model, batch)
         if not self.trains:
             return {"outputs": [result]}
         return {"loss": [result], "gradients": [each.grad for each in model.parameters()]}
@@ -418,14 +394,14 @@ def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
 
 
 def compare(step: Step, variants: dict[str, torch.nn.Module], phase: Phase) -> dict[str, str]:
-    """Compares all variants on a few inputs, which also compiles. Returns run -> why it failed."""
+    """Compares all variants on a few inputs. Returns run -> why it failed."""
     failed: dict[str, str] = {}
-    first = variants["torch"]
+    first = variants[TORCH]
     for _ in range(NUM_COMPARED):
         batch = step.batch(first)
         expected = step.quantities(first, batch)
         for run, model in variants.items():
-            if run == "torch" or run in failed:
+            if run == TORCH or run in failed:
                 continue
             try:
                 found = step.quantities(model, batch)
@@ -448,7 +424,7 @@ def measure(
     """
     result = ModelResult(subject.title, "tiny" if given.quick else subject.about)
     left_out, model = [], make(subject, given)
-    variants = {run: variant_of(model, run) for run in ("torch", FLOAT64, *given.runs[1:])}
+    variants = {run: variant_of(model, run) for run in (TORCH, FLOAT64, *given.runs[1:])}
     for name in given.phases:
         step, phase = Step(name, subject, given), Phase()
         if name == "inference" and step.on_gpu:
@@ -473,14 +449,11 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     """Measures, and writes the JSON after each model."""
     if given.quick and not on_gpu(given.device):
         torch.set_num_threads(1)  # more threads than free cores wait for each other
-    # Each run, each phase and each model is compiled again.
-    torch._dynamo.config.cache_size_limit = 64
     found = environment() | ({} if on_gpu(given.device) else {"gpu": None, "driver": None})
     names = {str(given.json): given.json.name} if given.json else {}
     command = ["python", "notebooks/models.py", *(names.get(each, each) for each in arguments)]
-    noted = {name: getattr(given, name) for name in ("steps", "quick", "device", "seed")}
-    noted = {"command": shlex.join(command), "runs": [*given.runs], **noted}
-    result = Result(found, noted)
+    noted = {name: getattr(given, name) for name in ("runs", "steps", "quick", "device")}
+    result = Result(found, {"command": shlex.join(command), **noted})
     total = len(given.models) * len(given.phases) * (NUM_WARM + given.steps)
     with tqdm(total=total, unit="step", leave=False, disable=None) as bar:
         for name in given.models:
@@ -501,14 +474,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add, listed = parser.add_argument, {"action": Appended}
     names = several(tuple(MODELS))
     add("--models", type=names, default=(*MODELS,), help=f"some of {','.join(MODELS)}", **listed)
-    shown = f"some of {','.join(RUNS)}; always torch (all; on a CPU those not compiled)"
-    add("--runs", type=several(RUNS), help=shown, **listed)
+    shown = f"some of {','.join(RUNS)}; always torch"
+    add("--runs", type=several(RUNS), default=RUNS, help=shown, **listed)
     add("--phases", type=several(PHASES), default=PHASES, help=f"some of {PHASES}", **listed)
     add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
     add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=default, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of weights and inputs (0)")
     add("--json", type=Path, metavar="FILE", help="writes all times and distances")
     add("--docs", type=Path, metavar="FILE", help=f"puts a --json file into ./{DOCUMENT}")
     given = parser.parse_args(arguments)
@@ -517,8 +489,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rewrite_table(DOCUMENT, result.markdown(), "steps")
     else:
         given.steps = given.steps or (3 if given.quick else 30)
-        given.runs = given.runs or (RUNS if on_gpu(given.device) else RUNS[:2])
-        given.runs = ("torch", *(each for each in given.runs if each != "torch"))
+        given.runs = (TORCH, *(each for each in given.runs if each != TORCH))
         result = run(given, arguments)
     print(result)
     return 1 if result.left_out or result.too_far else 0

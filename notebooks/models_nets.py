@@ -1,7 +1,6 @@
 """Six models for models.py, written plainly, with torch's norms.
 
-A model has `blocks`, which torch.compile compiles one by one, `batch`, which makes random inputs
-and a target, and `loss`.
+A model has `batch`, which makes random inputs and a target, and `loss`.
 """
 
 from __future__ import annotations

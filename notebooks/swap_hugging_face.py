@@ -1,31 +1,37 @@
-"""Swaps the norms of Hugging Face models, and measures the effect on logits and gradients.
+"""Runs Hugging Face models under enable() and with swapped norms: logits, gradients, and times.
 
     python notebooks/swap_hugging_face.py [--families bert,llama,gemma,qwen3]
                                           [--size tiny|realistic]
                                           [--dtypes float32,bfloat16] [--device cuda]
 
-The weights are random, so nothing is downloaded. Each model runs three times with the same weights:
+Weights are random, so nothing is downloaded. Each model runs in four ways with the same weights:
 
-1. unchanged,
-2. with its norms swapped,
-3. in float64, with torch's norms in float64.
+was      unchanged
+enabled  under cupynorm.enable(), which serves the norms that call torch's own operators
+now      with its norms swapped
+float64  with torch's norms, all in float64
 
-The distance of the first from the third is the usual rounding error of the model in that dtype.
-The distance of the second may exceed it only by chance.
+The distance of `was` from float64 is the usual rounding error of the model in that dtype. Those of
+`enabled` and `now` may exceed it only by chance. A step is forward and backward.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 import cupynorm
+from cupynorm.command_line import several
+from cupynorm.table import as_text
 
 # family -> prefix of its classes, suffix of its language model, options of its config only.
 FAMILIES = {
@@ -45,24 +51,33 @@ SHAPES = {"tiny": (2, 16), "realistic": (4, 512)}  # sequences, tokens per seque
 CHANCE = 1.5
 
 
-class Compared(NamedTuple):
-    """Distances of all logits and of all gradients from float64, relative to the float64 norm.
+RUNS, DTYPES = ("was", "enabled", "now"), ("float32", "bfloat16")
+STEPS = 15  # that are timed
 
-    was: before the swap. now: after it.
+
+class Compared(NamedTuple):
+    """What each of RUNS made of one model.
+
+    distances: of all logits and of all gradients from float64, relative to the float64 norm.
+    milliseconds: of a step, median. served, left: calls of norms in a step under enable().
     """
 
     family: str
     dtype: str
     swapped: cupynorm.SwappedNorms
-    logits_was: float
-    logits_now: float
-    gradients_was: float
-    gradients_now: float
+    served: int
+    left: int
+    distances: dict[str, list[float]]
+    milliseconds: dict[str, float]
 
     @property
     def ok(self) -> bool:
-        pairs = (self[3:5], self[5:7])
-        return bool(self.swapped.swapped) and all(now <= CHANCE * was for was, now in pairs)
+        """Whether norms were swapped, and no run is further off than by chance."""
+        return bool(self.swapped.swapped) and all(
+            now <= CHANCE * was
+            for run in RUNS
+            for now, was in zip(self.distances[run], self.distances["was"])
+        )
 
 
 def make(family: str, size: str) -> torch.nn.Module:
@@ -117,46 +132,65 @@ def compare(family: str, size: str, dtype: str, device: str) -> Compared:
     size_of_vocabulary, generator = SIZES[size]["vocab_size"], torch.Generator().manual_seed(0)
     tokens = torch.randint(size_of_vocabulary, SHAPES[size], generator=generator).to(device)
     right = logits_and_gradients(in_float64(model), tokens)
-    was = logits_and_gradients(model, tokens)
-    swapped = cupynorm.swap_norms(model)
-    now = logits_and_gradients(model, tokens)
-    distances = [
-        ((found[at] - right[at]).norm() / right[at].norm()).item()
-        for at in (0, 1)
-        for found in (was, now)
-    ]
-    return Compared(family, dtype, swapped, *distances)
+    models = {"was": model, "enabled": model, "now": copy.deepcopy(model)}
+    swapped = cupynorm.swap_norms(models["now"])
+    norms = {run: cupynorm.enabled if run == "enabled" else nullcontext for run in RUNS}
+    distances, times = {}, {run: [] for run in RUNS}
+    for run in RUNS:
+        with norms[run]() as calls:
+            found = logits_and_gradients(models[run], tokens)
+        if calls is not None:
+            served, left = sum(calls.served.values()), sum(calls.left.values())
+        distances[run] = [
+            ((a - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)
+        ]
+    for at in range(STEPS):
+        for run in RUNS[:: -1 if at % 2 else 1]:
+            with norms[run]():
+                times[run].append(seconds_of_step(models[run], tokens))
+    milliseconds = {run: 1e3 * statistics.median(each) for run, each in times.items()}
+    return Compared(family, dtype, swapped, served, left, distances, milliseconds)
+
+
+def seconds_of_step(model: torch.nn.Module, tokens: torch.Tensor) -> float:
+    """Of forward and backward, until the GPU is done."""
+    wait = torch.cuda.synchronize if tokens.is_cuda else lambda: None
+    model.zero_grad()
+    wait()
+    start = time.perf_counter()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    wait()
+    return time.perf_counter() - start
 
 
 def table(compared: list[Compared]) -> str:
-    lines = [f"{'':<18}{'distance from float64':>44}"]
-    titles = f"{'logits was':>11}{'now':>11}{'gradients was':>15}{'now':>11}"
-    lines += [f"{'model':<7}{'dtype':<11}{titles}  swapped"]
+    """Three rows for each model: its runs."""
+    rows = [("model", "dtype", "norms", "logits off", "gradients off", "ms a step", "calls")]
     for each in compared:
         counts = Counter((place.was, place.now) for place in each.swapped.swapped)
         what = ", ".join(f"{count} {was} -> {now}" for (was, now), count in counts.items())
         what += f", {len(each.swapped.left)} left" if each.swapped.left else ""
-        figures = f"{each.logits_was:>11.2e}{each.logits_now:>11.2e}"
-        figures += f"{each.gradients_was:>15.2e}{each.gradients_now:>11.2e}"
         what += "" if each.ok else "  FURTHER THAN CHANCE"
-        lines.append(f"{each.family:<7}{each.dtype:<11}{figures}  {what}")
-    return "\n".join(lines)
+        said = {"enabled": f"{each.served} served, {each.left} left", "now": what}
+        for run in RUNS:
+            figures = [f"{off:.2e}" for off in each.distances[run]]
+            figures += [f"{each.milliseconds[run]:.2f}", said.get(run, "")]
+            rows.append((each.family, each.dtype, run, *figures))
+    return as_text(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Compared]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     on_gpu = torch.cuda.is_available()
     add, shown = parser.add_argument, "default: %(default)s"
-    add("--families", default=",".join(FAMILIES), help=shown)
+    add("--families", type=several(tuple(FAMILIES)), default=[*FAMILIES], help=shown)
     add("--size", choices=SIZES, default="realistic" if on_gpu else "tiny", help=shown)
-    add("--dtypes", default="float32,bfloat16", help=shown)
+    add("--dtypes", type=several(DTYPES), default=DTYPES, help=shown)
     add("--device", default="cuda" if on_gpu else "cpu", help=shown)
     given = parser.parse_args(arguments)
     compared = []
-    for family in given.families.split(","):
-        if family not in FAMILIES:
-            parser.error(f"--families has {family}; expected some of {', '.join(FAMILIES)}")
-        for dtype in given.dtypes.split(","):
+    for family in given.families:
+        for dtype in given.dtypes:
             try:
                 compared.append(compare(family, given.size, dtype, given.device))
             except (ImportError, AttributeError) as error:  # an old transformers

@@ -6,7 +6,7 @@
 
 All runs have the same initial weights and the same batches. The text is the source code of Python's
 standard library, and a token is a byte. Weights are float32. A GPU computes under autocast to
-bfloat16, a CPU in float32. In the compiled runs torch.compile compiles each block.
+bfloat16, a CPU in float32.
 
 Rounding differs between the norms, and training amplifies the difference. So two loss curves never
 agree exactly. The run float64 shows how much divergence rounding alone explains: its norms are
@@ -30,10 +30,10 @@ from torch.nn import functional
 
 import cupynorm
 
-RUNS = ("torch", "float64", "cupynorm", "torch-compiled", "cupynorm-compiled")
+RUNS = ("torch", "float64", "cupynorm")
 NUM_TOKENS = 256
 NUM_BYTES = 4_000_000  # of text
-FIRST = 10  # steps that are not timed, because they warm up and compile
+FIRST = 10  # steps that are not timed, because they warm up
 
 
 class Block(torch.nn.Module):
@@ -136,14 +136,11 @@ def train(run: str, text: torch.Tensor, given: argparse.Namespace) -> Trained:
     model = Gpt(given.layers, given.width, given.context)
     if run == "float64":
         norms_in_float64(model)
-    if run.startswith("cupynorm"):
+    if run == "cupynorm":
         swapped = cupynorm.swap_norms(model)
         if len(swapped.swapped) != 2 * given.layers + 1:
             raise RuntimeError(f"not all norms were swapped:\n{swapped}")
     model.to(given.device)
-    if run.endswith("compiled"):
-        for block in model.blocks:
-            block.compile()
     on_gpu = torch.device(given.device).type == "cuda"
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu

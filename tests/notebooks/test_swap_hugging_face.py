@@ -1,4 +1,5 @@
-"""notebooks/swap_hugging_face.py: swapped models of transformers agree with the original ones.
+"""notebooks/swap_hugging_face.py: models of transformers with swapped norms, or under enable(),
+agree with the original ones.
 
 They may differ by the rounding of their own dtype.
 """
@@ -32,8 +33,20 @@ def test_logits_and_gradients_are_no_further_off_than_before(example, family, si
         assert each.ok, f"\n{printed}"
         assert len(each.swapped.swapped) == expected and not each.swapped.left
         assert f"{expected} " in printed and " -> cupynorm." in printed
+        # A norm written out in Python calls no operator of torch's norms.
+        calls = torch_norms(example, family, size) if device == "cuda" else 0
+        assert (each.served, each.left) == (calls, 0) and f"{calls} served, 0 left" in printed
+        assert min(each.milliseconds.values()) > 0
     # float32 has 16 digits more than bfloat16: what is measured is rounding.
-    assert compared[0].logits_was < 2.0**-8 * compared[1].logits_was < 2.0**-8
+    in_float32, in_bfloat16 = (each.distances["was"][0] for each in compared)
+    assert in_float32 < 2.0**-8 * in_bfloat16 < 2.0**-8
+
+
+def torch_norms(example, family, size):
+    """Calls of torch.nn.LayerNorm in a step, forward and backward."""
+    kinds = (torch.nn.LayerNorm, torch.nn.RMSNorm)
+    modules = example.make(family, size).modules()
+    return 2 * sum(isinstance(each, kinds) for each in modules)
 
 
 @pytest.mark.parametrize("family", ["bert", "gemma"])
@@ -56,4 +69,4 @@ def test_what_is_not_there_is_left_out(example, monkeypatch, capsys):
     assert "llama is left out: " in printed and "bert is left out: " in printed
     with pytest.raises(SystemExit):
         example.main(["--families", "gpt"])
-    assert "--families has gpt; expected some of bert" in capsys.readouterr().err
+    assert "'gpt' is unknown; expected some of bert," in capsys.readouterr().err

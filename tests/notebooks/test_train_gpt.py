@@ -65,14 +65,11 @@ def test_what_it_refuses(example, arguments, sentence, capsys):
 
 @pytest.mark.gpu
 def test_all_runs_on_a_gpu(example):
-    """Eager and compiled. The test also measures how far bfloat16 alone moves the losses: those of
-    cupynorm may differ by a few times as much."""
-    torch.compiler.reset()
+    """The run float64 measures how far bfloat16 alone moves the losses: those of cupynorm may
+    differ by a few times as much."""
     trained = example.main([*TINY, "--steps", "40", "--device", "cuda"])
     assert list(trained) == list(example.RUNS)
     roundings = example.largest_gap(trained["float64"], trained["torch"])
-    for run in ("cupynorm", "torch-compiled", "cupynorm-compiled"):
-        # Compiled code also rounds to bfloat16 (8 bits) in other places, between the products.
-        more = 2.0 ** (-8 if run.endswith("compiled") else -16) * trained["torch"].losses[0]
-        assert example.largest_gap(trained[run], trained["torch"]) <= 8 * roundings + more, run
-        assert trained[run].losses[-1] < trained[run].losses[0] - 0.5
+    more = 2.0**-16 * trained["torch"].losses[0]
+    assert example.largest_gap(trained["cupynorm"], trained["torch"]) <= 8 * roundings + more
+    assert trained["cupynorm"].losses[-1] < trained["cupynorm"].losses[0] - 0.5
