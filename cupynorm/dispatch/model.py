@@ -2,8 +2,7 @@
 Pure Python, no GPU needed.
 
 abilities   which problems rings and bundles take: each function mirrors a condition of cuda_src
-fits        registers, shared memory and warps of a tile. Shared memory is exact, registers are an
-            upper bound without spills
+fits        registers, shared memory and warps of a tile. Shared memory is exact
 prefers     enough bytes in flight, few idle lanes, and warps spread evenly, on any GPU. measured.py
             has tiles that measured faster on one. Measurements: docs/experiments.md
 checks      whether a caller's tile fits: each raises a ValueError that explains it
@@ -151,7 +150,8 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
 
 
 def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
-    """An upper bound of the registers that a thread needs without spills.
+    """The registers with which a thread spills nothing, or so few bytes that fewer blocks would be
+    slower (docs/experiments.md). Measured on what the compiler reports.
 
     A thread has a fixed number, some for each element of its row, and some for what is fused.
     Architectures other than sm_90 need a few more.
@@ -203,6 +203,7 @@ def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
         each += 0.35 * (sm != 9) * (1 + (problem.x == "float16")) + 1.5 * single + 1.8 * small
         each += wide * (0.8 if itemsize == 4 else 0.25) + 0.5 * (problem.dsum == "float32")
         each += 1.2 * (sm == 12 and bool(problem.recomputed))
+        each += 2.75 * (not double and "float64" in (problem.weight, problem.bias))
         fixed = 36 + 8 * single + 40 * (sm == 10 and elements > 24) + 8 * bool(problem.recomputed)
         fixed += bool(problem.dsum) * (6 + 2 * (sm != 9) + 16 * (elements > 32))
         fixed += 16 * bool(fused & {"dresidual", "input"})
@@ -232,6 +233,7 @@ def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
     fixed += (24 + 16 * long + 32 * single) * ("load" in fused) * (1 + double)
     if problem.scaling and problem.scaling != "given":
         each += 0.25 * finds_scale * (1 + (itemsize > 2)) + 1.5 * (single and sm == 8)
+        each += 4.0 * (double and "block" in fused)
         fixed += 8 + 16 * finds_scale + 8 * (sm > 9) + 32 * long
         fixed += 24 * single * finds_scale + 32 * problem.residual * (single or small or wide)
     elif problem.scaling:

@@ -1,7 +1,6 @@
-"""Every kernel that plan can choose compiles without spills for six architectures, with no GPU.
+"""No kernel that plan can choose spills much, for six architectures, with no GPU.
 
-There are 0 bytes of spills, but not 0 bytes of stack: the division and the square root of float64
-are subroutines that may keep a frame.
+The division and the square root of float64 are subroutines that may keep a stack frame.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import itertools
 import shutil
 
 import pytest
-from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, batches, instances
+from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, batches, instances, plan_of
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
@@ -22,6 +21,9 @@ from cupynorm.dispatch.problem import SCALINGS, Layout, Problem, Tile
 from cupynorm.gpu.nvrtc import compile_for, compile_together, cuda_src
 from cupynorm.plans import plan
 
+# Bytes of a thread. On an H200 tiles that spilled 4 to 88 bytes were up to 50% faster than tiles of
+# fewer blocks that spill none (docs/experiments.md).
+MOST_SPILLED = 96
 # Tests of each architecture, so that pytest-xdist can share them out.
 PARTS = {80: 2, 86: 1, 89: 1, 90: 2, 100: 1, 120: 1}
 # With few cores: (first, step) of the kernels that are compiled. The plans of sm_86 and sm_89 have
@@ -36,8 +38,8 @@ SHARES = {80: (0, 12), 86: (1, 24), 89: (5, 24), 90: (4, 72), 100: (9, 24), 120:
     [(key, part) for key, parts in PARTS.items() for part in range(parts)],
     ids=str,
 )
-def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
-    """A spill means that the tile has too many elements or blocks for the registers."""
+def test_no_chosen_kernel_spills_much(compute_capability, part):
+    """That would mean that the tile has too many elements or blocks for the registers."""
     found = instances(compute_capability)
 
     kernels = sorted(found, key=lambda kernel: (kernel.source, kernel.name_expression))
@@ -53,15 +55,41 @@ def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
         f"{found[kernel]}: {used.registers} registers, "
         f"{used.spill_store_bytes} + {used.spill_load_bytes} bytes spilled"
         for kernel, used in reports.items()
-        if used.spill_store_bytes or used.spill_load_bytes
+        if spills_much(used)
     ]
-    count = f"{len(spilled)} of {len(of_part)} kernels spill on sm_{compute_capability}"
+    count = f"{len(spilled)} of {len(of_part)} kernels spill much on sm_{compute_capability}"
     assert not spilled, "\n".join([count, *spilled])
     for kernel, used in reports.items():
         assert 0 < used.registers <= 255, found[kernel]
         if "double" not in kernel.name_expression:
             frame = f"{found[kernel]}: a stack frame of {used.stack_bytes} bytes"
-            assert used.stack_bytes == 0, frame
+            assert used.stack_bytes <= used.spill_store_bytes, frame
+
+
+def spills_much(used) -> bool:
+    return max(used.spill_store_bytes, used.spill_load_bytes) > MOST_SPILLED
+
+
+TO_8_BITS = {"direction": "forward", "y": "float8_e4m3fn"}
+BLOCKS = {"scaling": "block"}
+OF_FLOAT64 = {"dtype": "float16", "weight_dtype": "float64", "bias_dtype": "float64"}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("num_cols", "problem"),
+    [
+        (999, TO_8_BITS | {"x": "float64", "weight": "float64", "bias": "float64"} | BLOCKS),
+        (7168, TO_8_BITS | {"x": "bfloat16", "weight": "bfloat16", "scaling": "tensor"}),
+        (72, OF_FLOAT64 | {"direction": "backward"}),
+        (320, OF_FLOAT64 | {"direction": "backward"}),
+        (136, {"direction": "backward", "weight_dtype": "float32", "bias_dtype": "float32"}),
+    ],
+)
+def test_tight_kernels(num_cols, problem):
+    """Those that spill most, and those that did."""
+    for launch in plan_of(problem, num_cols, 2**20, DEVICES["H200"]).launches:
+        assert not spills_much(compile_for(launch.kernel, 90)[1]), launch
 
 
 @pytest.mark.slow
@@ -100,7 +128,7 @@ def test_spills_are_seen():
         32768, 8, "float32", direction="backward", device="H200", strategy="block", tile=tile
     )
     used = compile_for(made.launches[0].kernel, 90)[1]
-    assert used.registers == 64 and used.spill_store_bytes > 0 and used.spill_load_bytes > 0
+    assert used.registers == 64 and spills_much(used)
 
 
 @needs_nvrtc
