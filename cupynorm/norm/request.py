@@ -262,7 +262,7 @@ class Quantize:
                 f"scale is {scale!r}; expected {names}, an array of one float32, or None"
             )
         for name, given in (("scale", None if named else scale), ("scale_inv", self.scale_inv)):
-            if isinstance(given, numbers.Number | str):
+            if isinstance(given, (numbers.Number, str)):
                 raise TypeError(
                     f"{name} is {shown(given)}; expected an array of one float32 where the input "
                     "is, so that no step waits for its value"
