@@ -75,12 +75,13 @@ class QuantizedTensor:
         format: str | None = None,
     ) -> None:
         for name, array in (("data", data), ("scale_inv", scale_inv)):
-            if not hasattr(array, "__dlpack__") or isinstance(array, type):
+            is_array = arrays.is_torch(array) or hasattr(array, "__dlpack__")
+            if not is_array or isinstance(array, type):
                 raise TypeError(f"{name} is {arrays.type_in_words(array)}; expected an array")
         self.data, self.scale_inv, self.dtype = data, scale_inv, dtype
         self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
         self.block_rows, self.block_cols = block_rows, block_cols
-        if format is not None and format.__class__ is not str:
+        if not (format is None or isinstance(format, str)):
             raise TypeError(f"format is {shown(format)}; expected one of {', '.join(EIGHT_BITS)}")
         self.format = arrays.dtype_name(data) if format is None else format
         self._pass_gradient: Callable | None = None

@@ -267,7 +267,7 @@ class Quantize:
                     f"{name} is {shown(given)}; expected an array of one float32 where the input "
                     "is, so that no step waits for its value"
                 )
-        if self.group_size.__class__ is not int or self.group_size not in (64, 128):
+        if type(self.group_size) is not int or self.group_size not in (64, 128):
             raise ValueError(f"group_size is {shown(self.group_size)}; expected 128 or 64")
         check_flags(power_of_two=self.power_of_two, transpose=self.transpose)
         check_choice("layout", self.layout, _LAYOUTS)
