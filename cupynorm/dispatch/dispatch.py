@@ -21,7 +21,7 @@ from .grids import (
     parameters_launch,
     shares_of_first,
 )
-from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
+from .instances import Choice, Kernel, KernelLaunch, parameters_instance, row_instance
 from .measured import measured_tile, tile_in_use
 from .model import RESERVED_BYTES, check_path, check_tile, keeps_sums, scales_at_once, smem_bytes_of
 from .problem import Problem, Tile
@@ -175,7 +175,7 @@ class Plan:
     strategy: str
     tile: Tile
     statistics: str
-    launches: tuple[Launch, ...]
+    launches: tuple[KernelLaunch, ...]
     num_partials: int
     bytes_moved: int
     bytes_needed: int
@@ -267,7 +267,7 @@ def make_plan(
 
 def _launches(
     choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int
-) -> tuple[Launch, ...]:
+) -> tuple[KernelLaunch, ...]:
     """The kernels of rows, if there are any, then the sums of dweight and dbias."""
     launches = []
     if choice.kernel is not None:
@@ -275,7 +275,7 @@ def _launches(
         shape = (tile, grid_size(*where), tile.block_size, choice.smem_bytes, tile.cluster_size)
         shares = dict(zip(("num_first", "rows_of_first"), shares_of_first(*where)))
         kernels = filter(None, (choice.amax_kernel, choice.kernel))
-        launches = [Launch(kernel, *shape, **shares) for kernel in kernels]
+        launches = [KernelLaunch(kernel, *shape, **shares) for kernel in kernels]
     if choice.parameters_kernel is not None:
         # Its blocks start while the partial sums are written, which hides the launch.
         overlaps = keeps_sums(problem, choice.tile) and device.compute_capability >= 90

@@ -11,7 +11,7 @@ from .devices import Device
 from .instances import (
     Choice,
     Kernel,
-    Launch,
+    KernelLaunch,
     cpp_bool,
     cpp_name,
     cpp_names,
@@ -90,7 +90,7 @@ def _stays(choice: Choice, problem: Problem) -> bool:
 def shares_of_first(
     choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int
 ) -> tuple[int, int]:
-    """num_first and rows_of_first of a Launch; 0 if all blocks take the same number of rows."""
+    """num_first and rows_of_first of the launch; 0 if all blocks take the same number of rows."""
     tile = choice.tile
     if tile.path == "ring":
         small = tile.cluster_size <= _QUEUED_CLUSTER_SIZE
@@ -160,12 +160,12 @@ def parameters_launch(
     *,
     overlaps: bool = False,
     most_blocks: int | None = None,
-) -> Launch:
+) -> KernelLaunch:
     """The launch of backward_parameters.cu."""
     grid = ceil_div(problem.num_cols, tile.threads_per_row * tile.pack_size)
     grid = grid if most_blocks is None else min(grid, max(most_blocks, 1))
     smem_bytes = smem_bytes_of(problem, tile, "parameters")
-    return Launch(kernel, tile, grid, tile.block_size, smem_bytes, overlaps=overlaps)
+    return KernelLaunch(kernel, tile, grid, tile.block_size, smem_bytes, overlaps=overlaps)
 
 
 # Backward in one launch: threads of a block, the fewest that are as many as rows; the rows that a
@@ -245,7 +245,7 @@ def _more_lanes(
     return fitting if fitting.blocks_per_sm and few != tile else tile
 
 
-def in_one_launch(choice: Choice, problem: Problem, num_rows: int) -> Launch | None:
+def in_one_launch(choice: Choice, problem: Problem, num_rows: int) -> KernelLaunch | None:
     """backward_few.cu, where it is faster than a kernel of the strategy and one of the sums."""
     tile = choice.tile
     # Without a weight, the compiler fuses other operations where it sums dweight beside dx.
@@ -279,7 +279,7 @@ def in_one_launch(choice: Choice, problem: Problem, num_rows: int) -> Launch | N
     row_blocks = ceil_div(num_rows, together)
     blocks = row_blocks + ceil_div(problem.num_cols, sums.pack_size * sums.threads_per_row)
     smem_bytes = max(of_rows, of_cols)
-    return Launch(kernel, few, blocks, block_size, smem_bytes, num_row_blocks=row_blocks)
+    return KernelLaunch(kernel, few, blocks, block_size, smem_bytes, num_row_blocks=row_blocks)
 
 
 def quantize_launch(
@@ -295,7 +295,7 @@ def quantize_launch(
     zero_centered: bool = False,
     sums: str | None = None,
     scaling: str = "given",
-) -> tuple[Launch, ...]:
+) -> tuple[KernelLaunch, ...]:
     """The kernel that quantizes a matrix to the 8-bit dtype y and transposes the result.
 
     x: the dtype of the matrix; equal to y if the kernel only transposes.
@@ -323,15 +323,15 @@ def quantize_launch(
     squares = ceil_div(num_rows, 128) * ceil_div(num_cols, 128)
     kernel = Kernel("quantize.cu", f"quantize<{source}, {cpp_bool(sums)}, {tile.cpp}>")
     if sums is None:
-        return (Launch(kernel, tile, squares, tile.block_size, 128 * 128),)
+        return (KernelLaunch(kernel, tile, squares, tile.block_size, 128 * 128),)
     smem_bytes = 128 * (128 + tile.rows_per_block * compute_dtype(x).itemsize)
     last = _sums_launch(num_cols, x, pack_limit, sums)
-    return Launch(kernel, tile, squares, tile.block_size, smem_bytes), last
+    return KernelLaunch(kernel, tile, squares, tile.block_size, smem_bytes), last
 
 
 def _sums_launch(
     num_cols: int, x: str, pack_limit: int, sums: str, *, overlaps: bool = False
-) -> Launch:
+) -> KernelLaunch:
     """The kernel that adds up partial sums over rows: what backward does for dbias."""
     layout = Layout(pack_limit, contiguous=True)
     problem = Problem("backward", False, num_cols, x, layout, dbias=sums)
@@ -345,7 +345,7 @@ _BLOCKS_PER_RESIDENT = 4
 
 def reduce_matrix_launch(
     device: Device, num_rows: int, num_cols: int, x: str, pack_limit: int, sums: str | None = None
-) -> tuple[tuple[Launch, ...], int, int]:
+) -> tuple[tuple[KernelLaunch, ...], int, int]:
     """The launches of reduce_matrix for an x of this dtype, and the number and the rows of slabs.
 
     Without sums, one kernel finds the largest magnitude. With sums, a dtype, it sums over the rows
@@ -361,7 +361,7 @@ def reduce_matrix_launch(
     instance = f"reduce_matrix<{cpp_name(x)}, {cpp_bool(sums)}, {tile.cpp}>"
     kernel = Kernel("reduce_matrix.cu", instance)
     smem_bytes = tile.block_size * pack_size * compute_dtype(x).itemsize if sums else 0
-    launch = Launch(kernel, tile, num_slabs * across, tile.block_size, smem_bytes)
+    launch = KernelLaunch(kernel, tile, num_slabs * across, tile.block_size, smem_bytes)
     if sums is None:
         return (launch,), num_slabs, rows_of_slab
     overlaps = device.compute_capability >= 90
@@ -369,8 +369,8 @@ def reduce_matrix_launch(
     return (launch, last), num_slabs, rows_of_slab
 
 
-def update_scales_launch(num_tensors: int) -> Launch:
+def update_scales_launch(num_tensors: int) -> KernelLaunch:
     """The kernel that ends a step of delayed scaling, with one block for each tensor."""
     tile = Tile(1, 256)
     kernel = Kernel("update_scales.cu", f"update_scales<{tile.cpp}>")
-    return Launch(kernel, tile, num_tensors, tile.block_size, 256)
+    return KernelLaunch(kernel, tile, num_tensors, tile.block_size, 256)

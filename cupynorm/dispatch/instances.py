@@ -26,7 +26,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """One launch: grid_size blocks of block_size threads, smem_bytes of dynamic shared memory each.
 
     overlaps: whether it may start before the previous launch has ended (programmatic dependent

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from .devices import Device
-from .instances import Kernel, Launch, cpp_bool, cpp_name, cpp_names
+from .instances import Kernel, KernelLaunch, cpp_bool, cpp_name, cpp_names
 from .problem import Tile, ceil_div
 
 # The integers of cuda_src/product/product_tiles.cuh.
@@ -100,7 +100,7 @@ _LIMITS = Limits((1, 2**31 - 1), 2**31 - 1, outputs=8)
 class ProductPlan(NamedTuple):
     """The launch of norm_linear.cu. strips_at_a_time: an argument of the kernel."""
 
-    launch: Launch
+    launch: KernelLaunch
     strips_at_a_time: int
 
 
@@ -134,7 +134,7 @@ def product_launch(
     half_tiles = 2 * strips * ceil_div(out_features, BLOCK_COLS)
     arguments = f"{cpp_name(dtype)}, {cpp_bool(centered)}, {cluster_size}"
     kernel = Kernel("norm_linear.cu", f"norm_linear<{arguments}>", architecture="sm_90a")
-    launch = Launch(
+    launch = KernelLaunch(
         kernel,
         Tile(8, _THREADS, cluster_size=cluster_size),
         min(num_clusters, half_tiles) * cluster_size,
@@ -176,7 +176,7 @@ def fold_launch(
     *,
     centered: bool,
     zero_centered: bool,
-) -> Launch:
+) -> KernelLaunch:
     """The kernel that folds a norm's parameters into a weight.
 
     sizes: out_features, in_features. dtype: of the weight and of the result. norm_weight,
@@ -188,7 +188,7 @@ def fold_launch(
     types = cpp_names(dtype, norm_weight, norm_bias)
     flags = f"{cpp_bool(zero_centered)}, {cpp_bool(centered)}"
     kernel = Kernel("fold_weight.cu", f"fold_weight<{types}, {flags}, {tile.cpp}>")
-    return Launch(kernel, tile, out_features, tile.block_size, _FOLD_SMEM_BYTES)
+    return KernelLaunch(kernel, tile, out_features, tile.block_size, _FOLD_SMEM_BYTES)
 
 
 # norm_linear_few.cu: one or two rows.
@@ -204,7 +204,7 @@ _FEW_LIMITS = Limits((1, MOST_ROWS), _NUM_WARPS * _PART_COLS, is_for_80=True)
 class FewRowsPlan(NamedTuple):
     """The launch of norm_linear_few.cu. outputs_of_block: an argument of the kernel."""
 
-    launch: Launch
+    launch: KernelLaunch
     outputs_of_block: int
 
 
@@ -238,7 +238,7 @@ def few_launch(device: Device, problem: NormLinearProblem) -> FewRowsPlan:
     outputs = ceil_div(out_features, device.num_sms)
     types = cpp_names(problem.dtype, problem.norm_weight, problem.norm_bias)
     flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
-    launch = Launch(
+    launch = KernelLaunch(
         Kernel(FEW_SOURCE, f"norm_linear_few<{types}, {flags}, {num_rows}>"),
         Tile(8, _NUM_WARPS * 32),
         ceil_div(out_features, outputs),

@@ -20,7 +20,7 @@ import numpy as np
 from ..bench.timer import Runner, Timer, take_turns
 from ..dispatch.devices import DEVICES
 from ..dispatch.dispatch import Plan
-from ..dispatch.instances import Launch
+from ..dispatch.instances import KernelLaunch
 from ..dispatch.problem import Direction, NormName, Tile
 from ..dispatch.strategies import StatisticsName, StrategyName
 from ..dtypes import decode, encode
@@ -233,12 +233,12 @@ class _Remembers:
 
     def __init__(self, machine: Machine, direction: str, folder: Path | None) -> None:
         self._machine, self._direction, self._folder = machine, direction, folder
-        self._launches: list[tuple[Launch, tuple]] = []
+        self._launches: list[tuple[KernelLaunch, tuple]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._machine, name)  # all else is the machine's
 
-    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+    def launch(self, kernel_launch: KernelLaunch, words: tuple) -> None:
         is_own = kernel_launch.kernel.source.startswith(self._direction)
         if is_own:
             self._launches.append((kernel_launch, words))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..dispatch.devices import Device
 from ..dispatch.dispatch import Plan, widest
-from ..dispatch.instances import Launch
+from ..dispatch.instances import KernelLaunch
 from ..dispatch.problem import Direction, NormName, Tile
 from ..dispatch.strategies import STRATEGIES, StatisticsName, StrategyName
 from ..dtypes import DTYPES, ELEMENTS
@@ -264,7 +264,7 @@ def explain(
     return Explanation(plan(num_cols, num_rows, dtype, **options), {"dtype": dtype, **options})
 
 
-def occupancy_of(planned: Launch, device: Device) -> Occupancy:
+def occupancy_of(planned: KernelLaunch, device: Device) -> Occupancy:
     """How many blocks of a launch a multiprocessor holds."""
     warps = -(-planned.block_size // _WARP)
     limits = {"threads": device.threads_per_sm // planned.block_size}

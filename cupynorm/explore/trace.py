@@ -17,7 +17,7 @@ from numpy.lib.recfunctions import append_fields
 
 from ..dispatch.devices import Device
 from ..dispatch.dispatch import Plan
-from ..dispatch.instances import Launch
+from ..dispatch.instances import KernelLaunch
 from ..dispatch.problem import Direction, NormName, Tile
 from ..dispatch.strategies import StatisticsName, StrategyName
 from ..gpu import on_cpu
@@ -71,7 +71,7 @@ class Tensor(NamedTuple):
 class Recorded(NamedTuple):
     """One launch: its events, and the file and address from which its code was loaded."""
 
-    launch: Launch
+    launch: KernelLaunch
     events: np.ndarray
     path: str
     address: int
@@ -392,7 +392,7 @@ class Recorder(CpuMachine):
         there = {name: address for name, address in addresses.items() if address in self._arrays}
         self._named = {name: Tensor(name, at, self._arrays[at]) for name, at in there.items()}
 
-    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+    def launch(self, kernel_launch: KernelLaunch, words: tuple) -> None:
         kernel = kernel_launch.kernel
         if not kernel.source.startswith(self.direction):
             super().launch(kernel_launch, words)

@@ -15,7 +15,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 
 from ..dispatch.devices import Device, device_like
-from ..dispatch.instances import Kernel, Launch
+from ..dispatch.instances import Kernel, KernelLaunch
 from . import nvrtc
 
 _MAX_WORDS = 448  # functors of both roles with all their arrays, forward and gradient
@@ -100,7 +100,7 @@ class LoadedKernel:
     folder: of the sources, None for the installed ones.
     """
 
-    def __init__(self, launch: Launch, device_index: int, folder: Path | None = None) -> None:
+    def __init__(self, launch: KernelLaunch, device_index: int, folder: Path | None = None) -> None:
         from cupy_backends.cuda.api import driver
 
         self.thread = _thread()
@@ -191,13 +191,13 @@ def _function(kernel: Kernel, device_index: int, folder: Path | None):
     return function
 
 
-def load(launch: Launch, device_index: int) -> LoadedKernel:
+def load(launch: KernelLaunch, device_index: int) -> LoadedKernel:
     """Loads the kernel of a planned launch, and compiles it if it is not cached."""
     return LoadedKernel(launch, device_index)
 
 
 def run(
-    launch: Launch, device_index: int, stream: int, words: tuple, folder: Path | None = None
+    launch: KernelLaunch, device_index: int, stream: int, words: tuple, folder: Path | None = None
 ) -> None:
     """Loads and enqueues one kernel. The current device does not matter."""
     with on_device(device_index):

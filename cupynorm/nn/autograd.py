@@ -62,7 +62,7 @@ def norm(
         or is_jit_traced()
     ):
         try:
-            known = repeated.get(_kind(operands, options))
+            known = repeated.get(_key_of(operands, options))
         except (AttributeError, TypeError, RuntimeError):  # the checks say what is wrong
             known = None
         if known is not None:
@@ -106,9 +106,9 @@ def normalize(request: ForwardRequest) -> tuple[torch.Tensor, torch.Tensor]:
     if recorded and operands.functors is not None:
         check_differentiable(operands.functors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
-    kind = _kind(*original)
-    if kind is not None and is_repeatable(prepared.on_gpu, operands):
-        keep(repeated, kind, (prepared, forward_again(prepared.on_gpu, operands)))
+    key = _key_of(*original)
+    if key is not None and is_repeatable(prepared.on_gpu, operands):
+        keep(repeated, key, (prepared, forward_again(prepared.on_gpu, operands)))
     results = prepared.run(operands)
     return _recorded(prepared, operands, results) if recorded else (results[0], results[3])
 
@@ -146,7 +146,7 @@ def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
     return y if in_8_bits else carrier, operands[0] if added is None else added
 
 
-def _kind(operands: tuple, options: tuple) -> tuple | None:
+def _key_of(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
     input, weight, bias, residual, out, out_sum, scale, amax, own = operands
@@ -350,15 +350,15 @@ _apply = super(torch.autograd.Function, _Norm).apply
 def _gradients(ctx, operands: tuple) -> tuple:
     """dx, dweight, dbias: those that ctx needs. operands: the first of BackwardOperands."""
     forward = ctx.prepared
-    kind = ctx.needs_input_grad, operands[5] is None
-    known = forward.backwards.get(kind)
+    key = ctx.needs_input_grad, operands[5] is None
+    known = forward.backwards.get(key)
     # What was saved may have another layout now: torch lets hooks pack and unpack it.
     if known is not None and (results := known(operands)) is not None:
         return results
     request = BackwardRequest(BackwardOperands(*operands), _with_wanted(ctx))
     prepared, checked = prepare_backward(request)
     if isinstance(prepared, Prepared) and is_repeatable(prepared, checked):
-        forward.backwards[kind] = backward_again(prepared, checked)
+        forward.backwards[key] = backward_again(prepared, checked)
     return prepared.run(checked)[:3]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from ..dispatch.devices import Device
 from ..dispatch.dispatch import Plan, make_plan
 from ..dispatch.functor_text import Functor, Functors, Fused, FusedPart, labels
-from ..dispatch.instances import Launch
+from ..dispatch.instances import KernelLaunch
 from ..dispatch.problem import Layout, Problem
 from ..dtypes import DTYPES, compute_dtype
 from ..gpu import arrays
@@ -299,7 +299,7 @@ class Arguments:
 class Call(NamedTuple):
     """A planned call: its kernels in order, and the words of each kernel's argument."""
 
-    launches: tuple[Launch, ...]
+    launches: tuple[KernelLaunch, ...]
     arguments: tuple[Words, ...]
     plan: Plan | None = None
     partials_shape: tuple[int, ...] | None = None  # of a scratch tensor named "partials"

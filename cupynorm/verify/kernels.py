@@ -12,8 +12,7 @@ import numpy as np
 from ..dispatch import dispatch
 from ..dispatch.devices import DEVICES, Device
 from ..dispatch.dispatch import Plan
-from ..dispatch.instances import Kernel
-from ..dispatch.instances import Launch as KernelLaunch
+from ..dispatch.instances import Kernel, KernelLaunch
 from ..dispatch.problem import Layout
 from ..dispatch.problem import Problem as PlanProblem
 from ..dtypes import DTYPES, compute_dtype, decode, encode

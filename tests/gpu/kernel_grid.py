@@ -20,7 +20,7 @@ from cupynorm.dispatch.devices import DEVICES, Device
 from cupynorm.dispatch.dispatch import Plan, make_plan
 from cupynorm.dispatch.functor_text import Fused, FusedPart
 from cupynorm.dispatch.grids import quantize_launch, reduce_matrix_launch, update_scales_launch
-from cupynorm.dispatch.instances import Kernel, Launch
+from cupynorm.dispatch.instances import Kernel, KernelLaunch
 from cupynorm.dispatch.problem import SCALINGS, Layout, Problem
 from cupynorm.dispatch.product_plan import DTYPES as PRODUCT_DTYPES
 from cupynorm.dispatch.product_plan import (
@@ -224,7 +224,7 @@ def plan_of(problem: dict, num_cols: int, num_rows: int, device: Device) -> Plan
     return make_plan(Problem(**given | problem), device, num_rows)
 
 
-def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
+def matrix_launches(limits: tuple[int, ...], device: Device) -> list[KernelLaunch]:
     """All kinds of quantize.cu and reduce_matrix.cu, packs of up to `limits`, and update_scales."""
     found = [update_scales_launch(3)]
     for dtype, weight, flag in (("bfloat16", "float32", True), ("float16", None, False)):

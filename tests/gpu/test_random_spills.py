@@ -17,7 +17,7 @@ from random_problems import random_problem
 from cupynorm.dispatch.devices import DEVICES, Device
 from cupynorm.dispatch.dispatch import make_plan
 from cupynorm.dispatch.grids import fetches_ahead
-from cupynorm.dispatch.instances import Launch
+from cupynorm.dispatch.instances import KernelLaunch
 from cupynorm.dispatch.measured import FILES
 from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.gpu.nvrtc import compile_for
@@ -41,7 +41,7 @@ def spills(problem: Problem, device: Device, num_rows: int) -> list[str]:
     return found
 
 
-def allowed(problem: Problem, launch: Launch) -> int:
+def allowed(problem: Problem, launch: KernelLaunch) -> int:
     """Bytes that a thread may spill: where everything that does not spill is slower.
 
     A second launch takes longer than what the one of few rows spills. A next row that is not
