@@ -10,26 +10,6 @@ from cupynorm.dispatch.problem import Layout, Tile
 from cupynorm.plans import plan
 
 
-@pytest.mark.parametrize(
-    ("num_cols", "operand", "expected"),
-    [
-        (768, (256, 768, 2), 16),
-        (1000, (256, 1000, 2), 8),
-        (1023, (256, 1023, 2), 1),
-        (768, (16, 0, 4), 16),  # 16 bytes are enough for any pack
-        (768, (8, 0, 4), 2),
-        (768, (256, 770, 2), 2),
-        (768, (256, -768, 2), 16),
-    ],
-)
-def test_pack_limit(num_cols, operand, expected):
-    """The largest power of two that divides num_cols and keeps every pack aligned."""
-    assert pack_limit(num_cols, [operand]) == expected
-    # The worst of all tensors counts, whichever it is.
-    odd = (2, 0, 2)
-    assert pack_limit(num_cols, [operand, odd]) == pack_limit(num_cols, [odd, operand]) == 1
-
-
 def packs_fit(num_cols, layouts, pack_size):
     """Whether whole packs make up a row and the first packs of 16 rows start aligned."""
     for address, stride, itemsize in layouts:
