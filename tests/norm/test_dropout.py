@@ -13,7 +13,7 @@ from cupynorm.functors import dropout, row_scale
 from cupynorm.verify.cases import NORMS
 
 torch = pytest.importorskip("torch")
-from fused_cases import random  # noqa: E402
+from float8_bytes import random  # noqa: E402
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import cupynorm
 
 torch = pytest.importorskip("torch")
-from fused_cases import random  # noqa: E402
+from float8_bytes import random  # noqa: E402
 
 ROWS, COLS = 6, 40
 FORWARDS = {"plain": {}, "residual": {"residual": (ROWS, COLS)}}
