@@ -18,6 +18,7 @@ from plan_problems import (
 
 from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.model import (
+    blocks_that_fit,
     check_tile,
     fits_smem,
     reduce_bytes,
@@ -59,6 +60,10 @@ def test_shared_memory_that_fits():
     assert fits_smem(device, 100_000, 2) and not fits_smem(device, 100_001, 1)
     assert not fits_smem(replace(device, smem_per_sm=202_047), 100_000, 2)
     assert fits_smem(device, 0, 197) and not fits_smem(device, 0, 198)
+    # No more than 32 blocks, although 40 would have registers.
+    assert blocks_that_fit(forward(248), H200, Tile(8, 32, 1, path="registers")) == 32
+    few = replace(H200, threads_per_sm=1024)
+    assert blocks_that_fit(forward(2040), few, Tile(8, 128, 2, path="registers")) == 8
 
 
 def test_shared_memory_by_hand():

@@ -98,6 +98,10 @@ LAUNCHES = [
         "tile has exact True; expected an int",
         {"strategy": "warp", "tile": {"pack_size": 8, "threads_per_row": 32, "exact": True}},
     ),
+    (
+        "path 'smem'; expected one of registers, bundle",
+        {"strategy": "warp", "tile": Tile(4, 32, 1, 4, path="smem")},
+    ),
     ("sm_margin is -1; expected a number of multiprocessors", {"sm_margin": -1}),
     ("sm_margin is True; expected a number of multiprocessors", {"sm_margin": True}),
 ]
