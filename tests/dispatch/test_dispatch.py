@@ -11,7 +11,6 @@ from plan_problems import CUDA_SRC, DIRECTIONS, GPUS, TABLE, problem_of, slice_o
 
 from cupynorm.dispatch.devices import DEVICES, Device, device_like
 from cupynorm.dispatch.dispatch import choose, make_plan, widest
-from cupynorm.dispatch.grids import fetches_ahead
 from cupynorm.dispatch.instances import Choice
 from cupynorm.dispatch.problem import Layout, Problem
 from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
@@ -25,41 +24,6 @@ def problem_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **ch
 
 def chosen_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Choice:
     return choose(problem_to_8_bits(num_cols, scaling, dtype, **changes), DEVICES["H200"])
-
-
-@pytest.mark.parametrize("scaling", ["row", "block"])
-def test_tiles_of_blocks_that_fetch_the_next_row_early(scaling):
-    """64 elements of y, 32 registers of the next row and 32 others: 128, for 512 threads.
-
-    If several blocks are resident, the first ones get nine tenths of the rows, later ones two each.
-    """
-    for num_cols, centered, blocks in (
-        (8192, True, 4),
-        (16384, True, 2),
-        (16384, False, 2),
-        (32768, False, 1),
-    ):
-        choice = chosen_to_8_bits(num_cols, scaling, centered=centered)
-        assert (
-            choice.tile.blocks_per_sm == blocks
-            and choice.tile.block_size * blocks == 512
-            and not choice.tile.stages
-        )
-        assert fetches_ahead(problem_to_8_bits(num_cols, scaling, centered=centered), choice.tile)
-        norm = "layer_norm" if centered else "rms_norm"
-        (launch,) = plan(
-            num_cols, 10**5, device="H200", norm=norm, out_dtype="float8_e4m3fn", scale=scaling
-        ).launches
-        rows = {4: 170, 2: 340, 1: 0}[blocks]  # 90,000 / 528 and / 264
-        later = (10**5 - 132 * blocks * rows) // 2 if rows else 0
-        assert launch.grid_size == 132 * blocks + later
-        assert (launch.num_first, launch.rows_of_first) == (
-            (132 * blocks, rows) if rows else (0, 0)
-        )
-    wide = chosen_to_8_bits(16384, scaling, weight="float32", bias="float32")
-    assert not fetches_ahead(
-        problem_to_8_bits(16384, scaling, weight="float32", bias="float32"), wide.tile
-    )
 
 
 # Rows and the blocks that they get, both as multiples of the resident blocks.

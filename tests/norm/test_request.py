@@ -34,11 +34,6 @@ def forward_request(input=None, *, options=PLAIN, **operands) -> ForwardRequest:
 # Launch.
 
 
-def test_a_tile_needs_a_strategy():
-    with pytest.raises(ValueError, match="^tile is given without strategy; expected the strategy"):
-        Launch(tile=TILE)
-
-
 def test_a_backward_takes_the_strategy_and_not_the_tile():
     launch = Launch("warp", TILE, None, {"backward": 4})
     assert of_backward(launch) == Launch("warp", sm_margin={"backward": 4})
