@@ -57,7 +57,7 @@ def test_blocks_to_8_bits_work_on_several_groups_of_rows(num_cols, scaling):
 
 
 def test_blocks_that_fetch_the_next_row_early_stay_for_nine_tenths_of_the_rows():
-    """Not where parameters are wide: no register is left for the next row."""
+    """Not with wide parameters."""
     for dtype, shares in (("bfloat16", (264, 340)), ("float32", (0, 0))):
         own = {"weight_dtype": dtype, "bias_dtype": dtype, "out_dtype": "float8_e4m3fn"}
         (launch,) = plan(16384, 10**5, device="H200", scale="row", **own).launches
