@@ -222,25 +222,3 @@ def test_each_strategy_has_two_files_with_one_kernel_each():
         r"enum class Statistics \{ (.*) \}", next(CUDA_SRC.rglob("tile.cuh")).read_text()
     )[1]
     assert tuple(declared.split(", ")) == STATISTICS
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_str_of_a_plan_is_a_short_table(direction):
-    for num_cols in (768, 8192, 65536, 1 << 20):
-        made = plan(num_cols, 4096, device="H200", direction=direction)
-        lines = str(made).splitlines()
-        assert len(lines) <= 10
-        left = max(len(line.split("  ")[0]) for line in lines) + 2
-        two_columns = [line[left - 2 : left] == "  " and line[left] != " " for line in lines]
-        assert all(two_columns)
-        table = {line[:left].strip(): line[left:] for line in lines}
-        assert table["problem"] == f"layer_norm {direction}, 4096 rows x {num_cols} columns"
-        assert table["device"] == "H200, 132 multiprocessors, sm_90"
-        assert table["strategy"].startswith(made.strategy + ": ")
-        assert table["tile"] == str(replace(made.tile, path=None))
-        assert table["path"] == made.tile.path_in_words
-        assert table["bytes moved"].startswith(f"{made.bytes_moved:,}")
-        for launch in made.launches:
-            shown = table[launch.kernel.source]
-            assert f"grid {launch.grid_size} x block {launch.block_size}" in shown
-            assert f"{launch.smem_bytes} bytes of shared memory" in shown

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from plan_problems import pack_limit
 
-from cupynorm.dispatch.problem import Layout, Tile
+from cupynorm.dispatch.problem import Tile
 from cupynorm.plans import plan
 
 
@@ -18,11 +17,6 @@ def packs_fit(num_cols, layouts, pack_size):
         ):
             return False
     return num_cols % pack_size == 0
-
-
-def test_a_layout_without_operands_is_refused():
-    with pytest.raises(ValueError, match="operands is empty"):
-        Layout.of(768, ())
 
 
 def test_pack_limit_is_the_largest_aligned_pack():
