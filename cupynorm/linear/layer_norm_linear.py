@@ -2,7 +2,7 @@
 
 Eager calls of plain tensors are ours: products.py, recorded by `Projected` where a gradient is
 wanted. All others, and the gradients of gradients, are a norm by nn/by_torch.py and a product of
-torch, so that torch sees both. One kernel is an operator for torch.compile: compiled.py.
+torch, so that torch sees both.
 
 Derivation: cupynorm.reference.layer_norm_linear.
 """
@@ -141,7 +141,6 @@ def _operands(norm: str, input: Any, *others: Tensor | None) -> Operands:
 
 def _call(centered: bool, operands: Operands, eps: Any, given: tuple, return_residual: bool) -> Any:
     zero_centered_weight, return_normalized, save_normalized, fused, sm_margin = given
-    check_fused(fused)
     check_flags(
         zero_centered_weight=zero_centered_weight,
         return_normalized=return_normalized,
@@ -187,8 +186,6 @@ def normalize_and_project(
     check_call(operands, options)
     if not products.is_alone:
         sharding.check_plain(operands)
-        if _is_compiling():
-            return sharding.by_torch(options, operands)
     if sink is not None and not modes.are_plain(operands.all()):
         tensors = tuple(map(_without_subclass, operands.all()))
         operands = Operands.split(tensors, len(operands.weights))
@@ -235,18 +232,6 @@ def _by_torch(
             "of a class of their own, or in a call that torch traces or transforms; expected plain "
             "tensors in an eager call, or torch.no_grad()"
         )
-    names = ("input", "residual", "norm_weight", "norm_bias")
-    names += ("weight",) * len(operands.weights) + ("bias",) * len(operands.biases)
-    for name, each in zip(names, operands.all()):
-        if each is not None and not isinstance(each, Tensor):
-            raise TypeError(
-                f"{name} is {type_in_words(each)}; expected a torch tensor, as input is"
-            )
-    if _is_compiling():
-        from . import compiled  # it imports the compiler, which takes a second
-
-        if compiled.takes(operands, options):
-            return compiled.normalize_and_project(operands, options)
     normalized, added = normalize_and_add(options, operands)
     if sink is not None:  # a norm's call, and one of a linear layer alone
         operands = Operands(normalized, None, None, None, operands.weights, operands.biases)

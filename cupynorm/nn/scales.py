@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..gpu import arrays
 from ..gpu.arrays import type_in_words
 from ..norm.quantized import update_scales
+from ..options import check_flags
 from ..recipes import E4M3, LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
 from ..table import printable
 from . import private
@@ -692,15 +693,7 @@ def check_checkpoint(region: Region) -> None:
 
 
 def _check(enabled: object, calibrating: object, recipe: object, group: object) -> None:
-    if not isinstance(enabled, bool):
-        raise TypeError(
-            f"enabled is {type_in_words(enabled)}; expected True or False, and a recipe as recipe="
-        )
-    if isinstance(recipe, bool):
-        raise TypeError(
-            f"recipe is {recipe}; expected a recipe: TransformerEngine's second argument, "
-            "calibrating, does not exist here"
-        )
+    check_flags(enabled=enabled)
     if calibrating is not False:
         raise ValueError(
             f"calibrating is {calibrating!r}; expected False: scales start at 1 and follow in the "

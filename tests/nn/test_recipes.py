@@ -129,7 +129,7 @@ def test_options_that_recipes_refuse():
         with pytest.raises(error, match=f"{name} is {words}"):
             make(**{name: value})
     for arguments, sentence in (
-        ({"enabled": CurrentScaling()}, "enabled is a CurrentScaling; .*, and a recipe as recipe="),
+        ({"enabled": CurrentScaling()}, "enabled is CurrentScaling.*; expected True or False"),
         ({"recipe": "delayed"}, "recipe is a str; expected DelayedScaling"),
     ):
         with pytest.raises(TypeError, match=sentence):

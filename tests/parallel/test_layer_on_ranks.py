@@ -46,14 +46,6 @@ def test_row_parallel_layers_by_the_kernels(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_async_tensor_parallelism_fuses_products(tmp_path, device):
-    async_ranks = pytest.importorskip("async_ranks")  # torch without DTensors lacks its imports
-    reports = start_ranks.start(async_ranks.__file__, 2, tmp_path, device=device)
-    assert reports == [dict.fromkeys(async_ranks.CHECKS, "passed")] * 2
-
-
-@pytest.mark.slow
 def test_ranks_that_fail(tmp_path):
     """By gloo. With NCCL a timeout ends the process."""
     reports = start_ranks.start(failing_ranks.__file__, 2, tmp_path)
