@@ -186,9 +186,6 @@ def normalize_and_project(
     check_call(operands, options)
     if not products.is_alone:
         sharding.check_plain(operands)
-    if sink is not None and not modes.are_plain(operands.all()):
-        tensors = tuple(map(_without_subclass, operands.all()))
-        operands = Operands.split(tensors, len(operands.weights))
     tensors = operands.all()
     if products.is_plain and by_torch.takes(*tensors):
         return _by_torch(options, operands, sink)
@@ -211,15 +208,6 @@ def check_call(operands: Operands, options: LinearOptions) -> None:
         return  # torch's operations check shapes, and the tracer warns of each look at one
     if not fits(operands):
         check(operands, is_cast=modes.in_autocast(operands.input))
-
-
-def _without_subclass(tensor: Tensor | None) -> Tensor | None:
-    """As a torch.Tensor, unless its class has a __torch_dispatch__ of its own."""
-    if tensor.__class__ in modes.PLAIN:
-        return tensor
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return tensor
-    return tensor.as_subclass(Tensor)
 
 
 def _by_torch(

@@ -289,16 +289,11 @@ class Linear(LinearLayer, torch.nn.Linear):
 
     input may also be a cupynorm.types.QuantizedTensor, such as the y of cupynorm.LayerNorm with
     fp8_output=True. Its 8-bit numbers are multiplied as they are if they have the recipe's format
-    and one scale, or the recipe's blocks. Otherwise they are dequantised, and quantised again. The
-    gradient of the weight reads a transposed copy in 8 bits. With scales of blocks that copy is
-    made of the dequantised values. DelayedScaling records no amax of such an input.
+    and one scale, or the recipe's blocks. Otherwise they are dequantised, and quantised again.
 
-    For backward the layer keeps a transposed 8-bit copy of the input, and not the input.
-
-    With DelayedScaling the state dict also has scales, as bytes without pickle, under the name
+    For backward the layer keeps a transposed 8-bit copy of the input, and not the input. With
+    DelayedScaling the state dict also has scales, as bytes without pickle, under the name
     _extra_state (torch.nn loads such a state dict with strict=False). One without it is loaded.
-    torch.distributed.checkpoint loads only what the new layer has in its own state dict: give
-    fp8_state=True to load scales there.
 
     Raises ValueError or TypeError for invalid arguments.
     """

@@ -266,9 +266,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     State dicts can be exchanged with torch.nn. A module with a scale of DelayedScaling saves it as
     `_extra_state`, bytes without pickle. Loading a state dict without it removes the scale.
 
-    Raises TypeError where both spellings are given or normalized_shape is missing; ValueError for
-    fp8_output=True outside of cupynorm.fp8_autocast; ValueError or TypeError as
-    cupynorm.layer_norm does.
+    Raises ValueError or TypeError as cupynorm.layer_norm, and for both spellings of an argument.
     """
 
     _centered = True

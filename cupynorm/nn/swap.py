@@ -131,27 +131,22 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         1 swapped, 0 left; compiled by torch.compile, a model runs torch's norms
 
     model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects,
-        so that optimizers and state dicts stay valid. A module that is used in several places is
-        replaced by one module.
+        so that optimizers and state dicts stay valid.
     keep_rounding: if a module rounds x_hat before its weight multiplies it, as Hugging Face's Llama
         does, its replacement does too (round_x_hat). One that rounds in yet another way is left.
 
-    Swapped are
-    - torch.nn's LayerNorm and RMSNorm, TransformerEngine's, and apex's fused ones;
-    - every module that looks like a norm, such as the norms of Hugging Face and timm, whose output
-      and gradients for random input on the CPU are those of layer_norm or rms_norm, with weight or
-      1 + weight: in float32 to the last bits, in bfloat16 but for a few roundings.
-
-    A module looks like a norm if "norm" is in the name of its class, or if it has a weight, perhaps
-    a bias, and an eps. Those that are not swapped are listed as left, with the reason, as is model
-    itself: only its parent could replace it.
+    Swapped are the norms of torch.nn, TransformerEngine and apex, and every module that looks like
+    one and computes layer_norm or rms_norm, with weight or 1 + weight: for random input on the CPU
+    it has their output and gradients, but for a few roundings. It looks like one if "norm" is in
+    the name of its class, or if it has a weight, perhaps a bias, and an eps. Those that are not
+    swapped are listed as left, with the reason, as is model itself.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
-    original module differs. Attributes that only the original module had are lost. Swap before
-    torch.compile, DistributedDataParallel or FullyShardedDataParallel wraps the model.
+    original module differs. Swap before torch.compile, DistributedDataParallel or
+    FullyShardedDataParallel wraps the model.
 
-    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. An error
-    leaves the model as it was. Raises TypeError if model is not a torch.nn.Module.
+    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. Raises
+    TypeError if model is not a torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {type_in_words(model)}; expected a torch.nn.Module")

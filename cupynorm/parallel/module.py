@@ -55,7 +55,6 @@ COMPARED = (
     "normalization",
     "eps",
     "zero_centered_gamma",
-    "fused",
     "return_bias",
     "return_layernorm_output_gathered",
     "reduce_norm_gradients",

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 import failing_ranks  # noqa: E402  (imports torch)
+import layer_graph_ranks  # noqa: E402  (imports torch)
 import layer_kernel_ranks  # noqa: E402  (imports torch)
 import layer_ranks  # noqa: E402  (imports torch)
 import start_ranks  # noqa: E402
@@ -43,6 +44,13 @@ def test_row_parallel_layers_by_the_kernels(tmp_path):
     """Not by torch's operators, which tensors on the CPU take otherwise."""
     reports = start_ranks.start(layer_kernel_ranks.__file__, 2, tmp_path)
     assert reports == [dict.fromkeys(layer_kernel_ranks.CHECKS, "passed")] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.multi_gpu
+def test_cuda_graphs(tmp_path):
+    reports = start_ranks.start(layer_graph_ranks.__file__, 2, tmp_path, device="cuda")
+    assert reports == [dict.fromkeys(layer_graph_ranks.CHECKS, "passed")] * 2
 
 
 @pytest.mark.slow
