@@ -213,40 +213,27 @@ def check_call(operands: Operands, options: LinearOptions) -> None:
 def _by_torch(
     options: LinearOptions, operands: Operands, sink: WeightGradientSink | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """By operations that torch knows. Only meta tensors, which have no values, may have a sink."""
-    if sink is not None and not operands.input.is_meta:
+    """By operations that torch knows."""
+    if sink is not None:
         raise NotImplementedError(
             "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with tensors "
-            "of a class of their own, or in a call that torch traces or transforms; expected plain "
-            "tensors in an eager call, or torch.no_grad()"
+            "of a class of their own or on meta, or in a call that torch traces or transforms; "
+            "expected plain tensors in an eager call, or torch.no_grad()"
         )
-    normalized, added = normalize_and_add(options, operands)
-    if sink is not None:  # a norm's call, and one of a linear layer alone
-        operands = Operands(normalized, None, None, None, operands.weights, operands.biases)
-        alone = options._replace(centered=False, save_normalized=True, fused=None, has_norm=False)
-        num_weights = len(operands.weights)
-        y, _, _ = _apply(Products(alone), sink, (None, None), num_weights, *operands.all())
-    else:
-        parts = operands.weights, operands.biases
-        if by_torch.is_any_dtensor(normalized):
-            parts = ([by_torch.on_every_rank(each, normalized) for each in part] for part in parts)
-        elif by_torch.is_any_dtensor(*operands.weights, *operands.biases):
-            raise TypeError(
-                "a weight or bias is a DTensor and input is a Tensor; expected input to be a "
-                "DTensor"
-            )
-        weight, bias = (concatenate(part, options.dtype) for part in parts)
-        y = functional.linear(normalized, weight, bias)
+    normalized, added = operands.input.to(options.dtype), operands.input
+    if options.has_norm:
+        request = forward_request(options, operands, name_of(options.dtype))
+        normalized, added = autograd.normalize(request)
+    parts = operands.weights, operands.biases
+    if by_torch.is_any_dtensor(normalized):
+        parts = ([by_torch.on_every_rank(each, normalized) for each in part] for part in parts)
+    elif by_torch.is_any_dtensor(*operands.weights, *operands.biases):
+        raise TypeError(
+            "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
+        )
+    weight, bias = (concatenate(part, options.dtype) for part in parts)
+    y = functional.linear(normalized, weight, bias)
     return y, normalized if options.return_normalized else None, added
-
-
-def normalize_and_add(options: LinearOptions, operands: Operands) -> tuple[Tensor, Tensor]:
-    """The normalised tensor and input + residual, differentiable as a norm's call is."""
-    if not options.has_norm:
-        return operands.input.to(options.dtype), operands.input
-    request = forward_request(options, operands, name_of(options.dtype))
-    y, added = autograd.normalize(request)
-    return y, added
 
 
 class Projected(torch.autograd.Function):
@@ -274,7 +261,7 @@ class Projected(torch.autograd.Function):
         is_plain = products.is_plain and ctx.sink is None
         if products.is_plain:
             differentiated = by_torch.is_differentiated(
-                *(each for each in incoming if each is not None and not each.is_meta)
+                *(each for each in incoming if each is not None)
             )
             if differentiated and is_plain:
                 return None, None, None, None, *_differentiable(ctx, incoming)

@@ -102,7 +102,7 @@ class LayerNormLinear(LinearLayer):
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
         symmetric_ar_type: accepted, with a warning where ranks share the layer: without effect.
     ub_name, name: for the user.
-    save_normalized, fused, sm_margin: as for cupynorm.layer_norm_linear.
+    save_normalized, fused (on one rank), sm_margin: as for cupynorm.layer_norm_linear.
     reduce_norm_gradients: with "column" and sequence_parallel, sum the gradients of the norm's
         parameters over tp_group in backward. Otherwise their attribute sequence_parallel tells
         Megatron to.
