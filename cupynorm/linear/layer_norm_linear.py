@@ -2,7 +2,7 @@
 
 Eager calls of plain tensors are ours: products.py, recorded by `Projected` where a gradient is
 wanted. All others, and the gradients of gradients, are a norm by nn/by_torch.py and a product of
-torch, so that torch sees both. One kernel is an operator for torch.compile: compiled.py.
+torch, so that torch sees both.
 
 Derivation: cupynorm.reference.layer_norm_linear.
 """
@@ -141,7 +141,6 @@ def _operands(norm: str, input: Any, *others: Tensor | None) -> Operands:
 
 def _call(centered: bool, operands: Operands, eps: Any, given: tuple, return_residual: bool) -> Any:
     zero_centered_weight, return_normalized, save_normalized, fused, sm_margin = given
-    check_fused(fused)
     check_flags(
         zero_centered_weight=zero_centered_weight,
         return_normalized=return_normalized,
@@ -187,11 +186,6 @@ def normalize_and_project(
     check_call(operands, options)
     if not products.is_alone:
         sharding.check_plain(operands)
-        if _is_compiling():
-            return sharding.by_torch(options, operands)
-    if sink is not None and not modes.are_plain(operands.all()):
-        tensors = tuple(map(_without_subclass, operands.all()))
-        operands = Operands.split(tensors, len(operands.weights))
     tensors = operands.all()
     if products.is_plain and by_torch.takes(*tensors):
         return _by_torch(options, operands, sink)
@@ -216,64 +210,30 @@ def check_call(operands: Operands, options: LinearOptions) -> None:
         check(operands, is_cast=modes.in_autocast(operands.input))
 
 
-def _without_subclass(tensor: Tensor | None) -> Tensor | None:
-    """As a torch.Tensor, unless its class has a __torch_dispatch__ of its own."""
-    if tensor.__class__ in modes.PLAIN:
-        return tensor
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return tensor
-    return tensor.as_subclass(Tensor)
-
-
 def _by_torch(
     options: LinearOptions, operands: Operands, sink: WeightGradientSink | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """By operations that torch knows. Only meta tensors, which have no values, may have a sink."""
-    if sink is not None and not operands.input.is_meta:
+    """By operations that torch knows."""
+    if sink is not None:
         raise NotImplementedError(
             "a layer with fuse_wgrad_accumulation or delay_wgrad_compute was called with tensors "
-            "of a class of their own, or in a call that torch traces or transforms; expected plain "
-            "tensors in an eager call, or torch.no_grad()"
+            "of a class of their own or on meta, or in a call that torch traces or transforms; "
+            "expected plain tensors in an eager call, or torch.no_grad()"
         )
-    names = ("input", "residual", "norm_weight", "norm_bias")
-    names += ("weight",) * len(operands.weights) + ("bias",) * len(operands.biases)
-    for name, each in zip(names, operands.all()):
-        if each is not None and not isinstance(each, Tensor):
-            raise TypeError(
-                f"{name} is {type_in_words(each)}; expected a torch tensor, as input is"
-            )
-    if _is_compiling():
-        from . import compiled  # it imports the compiler, which takes a second
-
-        if compiled.takes(operands, options):
-            return compiled.normalize_and_project(operands, options)
-    normalized, added = normalize_and_add(options, operands)
-    if sink is not None:  # a norm's call, and one of a linear layer alone
-        operands = Operands(normalized, None, None, None, operands.weights, operands.biases)
-        alone = options._replace(centered=False, save_normalized=True, fused=None, has_norm=False)
-        num_weights = len(operands.weights)
-        y, _, _ = _apply(Products(alone), sink, (None, None), num_weights, *operands.all())
-    else:
-        parts = operands.weights, operands.biases
-        if by_torch.is_any_dtensor(normalized):
-            parts = ([by_torch.on_every_rank(each, normalized) for each in part] for part in parts)
-        elif by_torch.is_any_dtensor(*operands.weights, *operands.biases):
-            raise TypeError(
-                "a weight or bias is a DTensor and input is a Tensor; expected input to be a "
-                "DTensor"
-            )
-        weight, bias = (concatenate(part, options.dtype) for part in parts)
-        y = functional.linear(normalized, weight, bias)
+    normalized, added = operands.input.to(options.dtype), operands.input
+    if options.has_norm:
+        request = forward_request(options, operands, name_of(options.dtype))
+        normalized, added = autograd.normalize(request)
+    parts = operands.weights, operands.biases
+    if by_torch.is_any_dtensor(normalized):
+        parts = ([by_torch.on_every_rank(each, normalized) for each in part] for part in parts)
+    elif by_torch.is_any_dtensor(*operands.weights, *operands.biases):
+        raise TypeError(
+            "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
+        )
+    weight, bias = (concatenate(part, options.dtype) for part in parts)
+    y = functional.linear(normalized, weight, bias)
     return y, normalized if options.return_normalized else None, added
-
-
-def normalize_and_add(options: LinearOptions, operands: Operands) -> tuple[Tensor, Tensor]:
-    """The normalised tensor and input + residual, differentiable as a norm's call is."""
-    if not options.has_norm:
-        return operands.input.to(options.dtype), operands.input
-    request = forward_request(options, operands, name_of(options.dtype))
-    y, added = autograd.normalize(request)
-    return y, added
 
 
 class Projected(torch.autograd.Function):
@@ -301,7 +261,7 @@ class Projected(torch.autograd.Function):
         is_plain = products.is_plain and ctx.sink is None
         if products.is_plain:
             differentiated = by_torch.is_differentiated(
-                *(each for each in incoming if each is not None and not each.is_meta)
+                *(each for each in incoming if each is not None)
             )
             if differentiated and is_plain:
                 return None, None, None, None, *_differentiable(ctx, incoming)

@@ -20,7 +20,7 @@ from ..gpu import arrays
 from ..nn import by_torch, modes, scales
 from ..nn.modes import product_dtype
 from ..norm.quantized import QuantizedTensor
-from ..options import check_flags, check_int, shown
+from ..options import check_flags, check_int
 from ..recipes import DelayedScaling
 from . import parameters
 from .fp8_products import LinearState, as_matrix, fits
@@ -289,16 +289,11 @@ class Linear(LinearLayer, torch.nn.Linear):
 
     input may also be a cupynorm.types.QuantizedTensor, such as the y of cupynorm.LayerNorm with
     fp8_output=True. Its 8-bit numbers are multiplied as they are if they have the recipe's format
-    and one scale, or the recipe's blocks. Otherwise they are dequantised, and quantised again. The
-    gradient of the weight reads a transposed copy in 8 bits. With scales of blocks that copy is
-    made of the dequantised values. DelayedScaling records no amax of such an input.
+    and one scale, or the recipe's blocks. Otherwise they are dequantised, and quantised again.
 
-    For backward the layer keeps a transposed 8-bit copy of the input, and not the input.
-
-    With DelayedScaling the state dict also has scales, as bytes without pickle, under the name
+    For backward the layer keeps a transposed 8-bit copy of the input, and not the input. With
+    DelayedScaling the state dict also has scales, as bytes without pickle, under the name
     _extra_state (torch.nn loads such a state dict with strict=False). One without it is loaded.
-    torch.distributed.checkpoint loads only what the new layer has in its own state dict: give
-    fp8_state=True to load scales there.
 
     Raises ValueError or TypeError for invalid arguments.
     """
@@ -315,16 +310,12 @@ class Linear(LinearLayer, torch.nn.Linear):
         delay_wgrad_compute: bool = False,
         fp8_state: bool = False,
     ) -> None:
-        if not isinstance(bias, bool):
-            given = shown(bias)
-            raise TypeError(f"bias is {given}; expected True or False: the arguments are torch's")
-        if isinstance(device, bool):
-            raise TypeError(
-                f"device is {device}; the order of the arguments is torch.nn's: in_features, "
-                "out_features, bias, device, dtype. Give TransformerEngine's others by keyword"
-            )
-        flags = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "fp8_state": fp8_state}
-        check_flags(delay_wgrad_compute=delay_wgrad_compute, **flags)
+        check_flags(
+            bias=bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            fp8_state=fp8_state,
+        )
         modes.check_placement(device, dtype)
         in_features = check_int("in_features", in_features)
         out_features = check_int("out_features", out_features)

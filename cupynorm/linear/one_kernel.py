@@ -36,8 +36,9 @@ from ..gpu import arrays, launch
 from ..gpu.launch import tensor_map
 from ..nn.modes import name_of
 from ..norm.calls import FOR_Y
+from ..norm.checks import check_eps
 from ..norm.request import margin_of
-from .operands import LinearOptions, Operands, as_rows, check_eps
+from .operands import LinearOptions, Operands, as_rows
 
 
 class Found(NamedTuple):
@@ -160,7 +161,7 @@ def forward(
     """
     x, residual, norm_weight, norm_bias, *_ = operands
     x, leading, device_index = x.detach(), x.shape[:-1], x.get_device()
-    eps = check_eps(options.eps, name_of(x.dtype), centered=options.centered)
+    eps = check_eps(options.eps, name_of(x.dtype), has_default=not options.centered)
     library = arrays.library(x)(device_index)
     former = library.exchange_device(device_index)
     try:

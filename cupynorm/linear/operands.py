@@ -96,11 +96,6 @@ def launch_of(sm_margin: int | Mapping[str, int]) -> Launch | None:
     return launch if launch.sm_margin else None
 
 
-def check_eps(eps: object, dtype: str, *, centered: bool) -> float:
-    """eps as a float, RMSNorm's default for None. Raises TypeError unless it is a number."""
-    return checks.check_eps(eps, dtype, has_default=not centered)
-
-
 def check(operands: Operands, *, is_cast: bool = False) -> None:
     """Raises ValueError or TypeError for parameters that do not fit the input.
 

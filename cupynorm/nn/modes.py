@@ -61,14 +61,6 @@ def is_faked() -> bool:
     return any(private.dispatch_mode(each) is not None for each in of_torch)
 
 
-def are_plain(tensors: Iterable[object]) -> bool:
-    """Whether none of them is of a subclass of tensors, or an array of another library."""
-    for tensor in tensors:
-        if tensor.__class__ not in PLAIN:
-            return False
-    return True
-
-
 def wants_gradient(*tensors: object) -> bool:
     """Whether any of them requires a gradient. None and arrays of other libraries do not."""
     for tensor in tensors:

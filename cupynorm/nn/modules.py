@@ -266,9 +266,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     State dicts can be exchanged with torch.nn. A module with a scale of DelayedScaling saves it as
     `_extra_state`, bytes without pickle. Loading a state dict without it removes the scale.
 
-    Raises TypeError where both spellings are given, normalized_shape is missing or arguments come
-    in TransformerEngine's order; ValueError for fp8_output=True outside of cupynorm.fp8_autocast;
-    ValueError or TypeError as cupynorm.layer_norm does.
+    Raises ValueError or TypeError as cupynorm.layer_norm, and for both spellings of an argument.
     """
 
     _centered = True
@@ -292,7 +290,6 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_order(elementwise_affine=elementwise_affine, bias=bias, device=device)
         shape = either(normalized_shape=normalized_shape, hidden_size=hidden_size)
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         extents = _checked(True, shape, eps, device, dtype)
@@ -336,7 +333,6 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_order(elementwise_affine=elementwise_affine, device=device)
         shape = either(normalized_shape=normalized_shape, hidden_size=hidden_size)
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         extents = _checked(False, shape, eps, device, dtype)
@@ -362,18 +358,6 @@ def _without_dropout(fuse: Fuse) -> Fuse:
 def _keeping_y(*arguments: Any) -> Any:
     """The norm, of which autograd keeps y and not the normalised row."""
     return autograd.norm(*arguments)
-
-
-def _check_order(**arguments: object) -> None:
-    """Refuses arguments in the order of TransformerEngine, whose third and fourth are
-    sequence_parallel, by default None, and dtype."""
-    for name, value in arguments.items():
-        if isinstance(value, torch.dtype) or (value is None and name == "elementwise_affine"):
-            raise TypeError(
-                f"{name} is {value}; the order of the arguments is torch.nn's: normalized_shape, "
-                "eps, elementwise_affine. Give TransformerEngine's sequence_parallel and dtype by "
-                "keyword"
-            )
 
 
 def _checked(

@@ -132,16 +132,3 @@ def gathered_parameters() -> Iterator[torch.Tensor | None]:
             groups = [getattr(reference(), "_fsdp_param_group", None)]
         for group in filter(None, groups):
             yield from (getattr(each, "_unsharded_param", None) for each in group.fsdp_params)
-
-
-def functional_collectives() -> Any:
-    """Collectives that torch.compile traces and that have gradients; the public ones have none."""
-    from torch.distributed import _functional_collectives
-
-    return _functional_collectives
-
-
-def functional_all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    """The sum over ranks, in operations that torch.compile traces, inside of a backward too."""
-    operations = torch.ops._c10d_functional
-    return operations.wait_tensor(operations.all_reduce(x, "sum", group_name))

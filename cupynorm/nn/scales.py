@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..gpu import arrays
 from ..gpu.arrays import type_in_words
 from ..norm.quantized import update_scales
+from ..options import check_flags
 from ..recipes import E4M3, LARGEST, LARGEST_FLOAT32, RECIPES, DelayedScaling, Recipe
 from ..table import printable
 from . import private
@@ -381,20 +382,18 @@ def _opened(header: bytes, raw: bytes) -> dict[str, tuple[Tensor, Tensor]]:
         for name, (length, width) in json.loads(header).items():
             scale, history, numbers = numbers.tensor_split((width, width + length * width))
             states[name] = scale.clone(), history.clone().reshape(length, width)
-        is_right = bool(states) and all(each.numel() for pair in states.values() for each in pair)
+        is_right = bool(states) and not numbers.numel()
+        is_right = is_right and all(
+            history.numel() and (scale.isfinite() & (scale > 0)).all()
+            for scale, history in states.values()
+        )
     except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError):
         is_right = False
-    if not is_right or numbers.numel():
+    if not is_right:
         raise ValueError(
             f"the fp8 state in a state dict has {len(raw)} bytes after {printable(header)}; "
-            "expected scales and histories of the extents that this names"
+            "expected finite scales above 0, and histories, of the extents that this names"
         )
-    for scale, _ in states.values():
-        if not (scale.isfinite() & (scale > 0)).all():
-            raise ValueError(
-                f"the fp8 state in a state dict has the scales {scale.tolist()}; expected finite "
-                "ones above 0"
-            )
     return states
 
 
@@ -549,18 +548,13 @@ def fp8_autocast(
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
     fp8_recipe, fp8_group, calibrating: TransformerEngine's names of recipe and group; False.
 
-    When the outermost region ends and gradients are recorded, the delayed scales of the layers that
-    ran in it are updated for the next step. So are scales of gradients, from the backwards since
-    the region before, or inside of this one. Amaxes of all layers are then reduced at once: every
-    rank of the group must enter a region, but need not use the same layers. A forward under
-    torch.no_grad() changes no state, nor does a region that an exception leaves.
+    When the outermost region ends and gradients are recorded, the delayed scales of its layers are
+    updated for the next step, by the amaxes of all ranks: every rank of the group must enter a
+    region. A forward under torch.no_grad() changes no state, nor does a region that an exception
+    leaves. Checkpoints need context_fn=cupynorm.fp8_checkpoint_contexts. torch.compile breaks the
+    graph where a region begins. Regions belong to the process, not to a thread.
 
-    Checkpoints around or with DelayedScaling need context_fn=cupynorm.fp8_checkpoint_contexts.
-    torch.compile breaks the graph where a region begins, and at each of our layers inside of it.
-    Regions belong to the process, not to a thread.
-
-    Raises TypeError for a recipe or group of another kind, an enabled that is not a bool, or where
-    both names of one argument are given; ValueError for calibrating=True.
+    Raises TypeError or ValueError for other arguments, or both names of one.
     """
     if torch.compiler.is_dynamo_compiling():
         private.graph_break()  # the region must be active while a graph runs
@@ -692,15 +686,7 @@ def check_checkpoint(region: Region) -> None:
 
 
 def _check(enabled: object, calibrating: object, recipe: object, group: object) -> None:
-    if not isinstance(enabled, bool):
-        raise TypeError(
-            f"enabled is {type_in_words(enabled)}; expected True or False, and a recipe as recipe="
-        )
-    if isinstance(recipe, bool):
-        raise TypeError(
-            f"recipe is {recipe}; expected a recipe: TransformerEngine's second argument, "
-            "calibrating, does not exist here"
-        )
+    check_flags(enabled=enabled)
     if calibrating is not False:
         raise ValueError(
             f"calibrating is {calibrating!r}; expected False: scales start at 1 and follow in the "

@@ -13,8 +13,9 @@ import math
 import numbers
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -130,27 +131,22 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         1 swapped, 0 left; compiled by torch.compile, a model runs torch's norms
 
     model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects,
-        so that optimizers and state dicts stay valid. A module that is used in several places is
-        replaced by one module.
+        so that optimizers and state dicts stay valid.
     keep_rounding: if a module rounds x_hat before its weight multiplies it, as Hugging Face's Llama
         does, its replacement does too (round_x_hat). One that rounds in yet another way is left.
 
-    Swapped are
-    - torch.nn's LayerNorm and RMSNorm, TransformerEngine's, and apex's fused ones;
-    - every module that looks like a norm, such as the norms of Hugging Face and timm, whose output
-      and gradients for random input on the CPU are those of layer_norm or rms_norm, with weight or
-      1 + weight: in float32 to the last bits, in bfloat16 and float16 but for a few roundings.
-
-    A module looks like a norm if "norm" is in the name of its class, or if it has a weight, perhaps
-    a bias, and an eps. Those that are not swapped are listed as left, with the reason, as is model
-    itself: only its parent could replace it.
+    Swapped are the norms of torch.nn, TransformerEngine and apex, and every module that looks like
+    one and computes layer_norm or rms_norm, with weight or 1 + weight: for random input on the CPU
+    it has their output and gradients, but for a few roundings. It looks like one if "norm" is in
+    the name of its class, or if it has a weight, perhaps a bias, and an eps. Those that are not
+    swapped are listed as left, with the reason, as is model itself.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
-    original module differs. Attributes that only the original module had are lost. Swap before
-    torch.compile, DistributedDataParallel or FullyShardedDataParallel wraps the model.
+    original module differs. Swap before torch.compile, DistributedDataParallel or
+    FullyShardedDataParallel wraps the model.
 
-    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. An error
-    leaves the model as it was. Raises TypeError if model is not a torch.nn.Module.
+    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back. Raises
+    TypeError if model is not a torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {type_in_words(model)}; expected a torch.nn.Module")
@@ -167,7 +163,7 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         for name, module in parent._modules.items()  # a shared module has several places
         if module is not None and _looks_like_a_norm(module)
     ]
-    places, seen, probed = [], {}, {}
+    places, seen = [], {}
     for path, parent, name, module in norms:
         if private.is_compiled(parent):
             replacement, remark = None, "torch.compile has wrapped it; expected the swap before"
@@ -175,21 +171,16 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
             first, replacement = seen[module]
             remark = f"the module of {first}"
         else:
-            replacement, remark = _replace(module, keep_rounding, probed)
+            replacement, remark = _replace(module, keep_rounding)
             seen[module] = path, replacement
         if replacement is None:
             report.left.append(Swap(path, _name(module), "", remark))
         else:
-            places.append((parent, name, module, replacement))
+            places.append((parent, name, replacement))
             report._pairs.append((path, module, replacement))
             report.swapped.append(Swap(path, _name(module), _name(replacement), remark))
-    try:
-        for parent, name, _, replacement in places:
-            setattr(parent, name, replacement)
-    except BaseException:  # a half of it, without its report, could not be undone
-        for parent, name, module, _ in places:
-            parent._modules[name] = module
-        raise
+    for parent, name, replacement in places:  # after all that may raise
+        setattr(parent, name, replacement)
     return report
 
 
@@ -216,17 +207,8 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
     return "weight" in parameters and {*parameters} <= {"weight", "bias"} and bool(_eps_of(module))
 
 
-# The norms of other dimensions, by torch's own names.
-_OTHER = re.compile("(Batch|Group|Instance|LocalResponse|CrossMapLRN|Sync)", re.IGNORECASE)
-# Methods besides forward that change what a module computes or stores. A replacement has torch's.
-_LOST = (
-    "__call__",
-    "_apply",
-    "_load_from_state_dict",
-    "_save_to_state_dict",
-    "get_extra_state",
-    "set_extra_state",
-)
+# The norms of other dimensions, by torch's own names and timm's, of images (N, C, H, W).
+_OTHER = re.compile("Batch|Group|Instance|LocalResponse|CrossMapLRN|Sync|2d$", re.IGNORECASE)
 # Known by where their class is defined and its name. Most of them run only on CUDA, and cannot be
 # probed on a CPU.
 _KNOWN = {
@@ -250,17 +232,8 @@ def _is_known(module: torch.nn.Module) -> bool:
     )
 
 
-def _kind(module: torch.nn.Module) -> tuple:
-    """What a module computes follows from: the layers of a model often have one."""
-    usual = vars(torch.nn.Module())
-    own = {name: value for name, value in vars(module).items() if name not in usual}
-    is_plain = all(isinstance(each, int | float | str | tuple | None) for each in own.values())
-    shapes = [(name, tuple(each.shape)) for name, each in _parameters_of(module).items()]
-    return type(module), *shapes, repr(sorted(own.items())) if is_plain else id(module)
-
-
-def _replace(module: torch.nn.Module, keep_rounding: bool, probed: dict) -> tuple[Norm | None, str]:
-    """(replacement, how results differ), or (None, why there is none). probed: by _kind."""
+def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[Norm | None, str]:
+    """(replacement, how results differ), or (None, why there is none)."""
     if obstacle := _obstacle(module):
         return None, obstacle
     kind, package = type(module), type(module).__module__.partition(".")[0]
@@ -273,10 +246,7 @@ def _replace(module: torch.nn.Module, keep_rounding: bool, probed: dict) -> tupl
             remark = "y had the weight's dtype, now the input's"
     else:
         try:
-            key = _kind(module)
-            if key not in probed:
-                probed[key] = _probe(module, shape, keep_rounding)
-            formula, remark = probed[key]
+            formula, remark = _probe(module, shape, keep_rounding)
         except Exception as error:  # any forward may raise anything
             first_line = str(error).partition("\n")[0]
             return None, f"its forward raised {type(error).__name__} on the CPU: {first_line}"
@@ -348,45 +318,28 @@ def _change(module: torch.nn.Module) -> str:
 
 def _obstacle(module: torch.nn.Module) -> str:
     """Why it is left, whatever it computes; "" if there is no reason."""
-    name = type(module).__name__
-    if _OTHER.search(name):
+    if _OTHER.search(type(module).__name__):
         return "it normalises over other dimensions than the last ones"
-    if name.lower().endswith("2d"):
-        return "it normalises images of shape (N, C, H, W); expected rows"
     if change := _change(module):
         return change
-    for method in () if _is_known(module) else _LOST:
-        if getattr(type(module), method) is not getattr(torch.nn.Module, method):
-            return f"its class has a {method} of its own"
-    for name, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
-            return f"its attribute {name} is a tensor; expected a parameter"
     if type(module).__module__.startswith("transformer_engine.pytorch.ops"):
         return "TransformerEngine fuses it with what follows"
     parameters = _parameters_of(module)
     held = {*parameters, *module._buffers}
     if not held <= {"weight", "bias"} or {*module._buffers} or held == {"bias"}:
         return f"it holds {', '.join(sorted(held))}; expected a weight and perhaps a bias"
-    shape = _shape(module)
-    if not shape or not math.prod(shape):
-        return "nothing says what it normalises over: its weight is absent or empty"
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if len({*shapes.values()}) > 1:
-        each = ", its ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
-        return f"its {each}; expected one shape"
+    if min(_shape(module), default=0) < (1 if _is_known(module) else 2):
+        return "nothing says what it normalises over: its weight is absent, empty or broadcast"
     return ""
 
 
 # Which norm a module computes.
 
 _Parameters = dict[str, Tensor]
-_LARGE = 2.0**20
-# Of an input that shows whether many rows are treated as few.
-_MOST_ELEMENTS = 2**16
-# float32 and float64 round to another 16-bit number about once in 10,000 elements. A second
-# rounding changes one in three.
+# float32 and float64 round to another bfloat16 about once in 10,000 elements. A second rounding
+# changes one in three.
 _FEW = 1 / 16
-# The roundings to 16 bits that a norm may have beyond ours, each half a unit of the last place.
+# The roundings to bfloat16 that a norm may have beyond ours, each half a unit of the last place.
 _MOST_ROUNDINGS = 8
 
 
@@ -410,19 +363,17 @@ class _Formula(NamedTuple):
     def is_near(self, y: Tensor, x: Tensor, parameters: _Parameters) -> bool:
         """Whether y is what it gives, but for roundings.
 
-        In float32 within four times what gradient_check allows, in 16 bits within _MOST_ROUNDINGS.
+        In float32 within four times what gradient_check allows, in bfloat16 within _MOST_ROUNDINGS.
         Other formulas are off by far more.
         """
-        if y.shape != x.shape:
-            return False
-        expected, x_hat = self(x, parameters).double(), self(x, {}).double()
-        most = _MOST_ROUNDINGS
+        expected, most = self(x, parameters).double(), _MOST_ROUNDINGS
         if x.dtype == torch.float32:
             most = 4 * (4 + math.sqrt(math.prod(self.shape)))
-        weight, bias = (parameters.get(name, torch.zeros(())) for name in ("weight", "bias"))
-        magnitude = (1 + x_hat.abs()) * (1 + weight.double().abs()) + bias.double().abs()
-        near = (y.double() - expected).abs() <= most * torch.finfo(x.dtype).eps / 2 * magnitude
-        return bool((near | (y.isnan() & expected.isnan())).all())
+        allowed = most * torch.finfo(x.dtype).eps / 2 * (1 + float(expected.abs().max()))
+        return y.shape == x.shape and float((y.double() - expected).abs().max()) <= allowed
+
+    def share_off(self, y: Tensor, x: Tensor, parameters: _Parameters) -> float:
+        return (y != self(x, parameters)).double().mean().item()
 
 
 def _parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -450,56 +401,36 @@ def _probe(
 
     shape: what it normalises over. Raises what the module raises.
     """
-    takes = inspect.signature(module.forward).parameters
+    takes, all_eps = inspect.signature(module.forward).parameters, _eps_of(module)
     if len(takes) != 1 or any(each.kind is each.VAR_POSITIONAL for each in takes.values()):
         return None, f"its forward takes {', '.join(takes) or 'nothing'}; expected one input"
-    if not _eps_of(module):
+    if not all_eps:
         return None, "it has no number as an attribute named eps, epsilon or variance_epsilon"
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
-
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0))
+    float32 = torch.float32
     with (
         torch.device("cpu"),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        parameters = {name: random(*shape) for name in _parameters_of(module)}
-        large = {name: each.clone() for name, each in parameters.items()}
-        for each in large.values():
-            each.view(-1)[1::2] *= _LARGE
-        # Rows of ordinary size, rows whose variance is about eps, each with a mean, and zeros.
-        roots = [math.sqrt(2.0**-23 if eps is None else abs(eps)) for eps in _eps_of(module)]
-        sizes = [1.0, *(root or 1.0 for root in roots), 0.0, _LARGE]
-        x = torch.cat([(random(4, *shape) + 0.5) * size for size in sizes])
-        x[0].view(-1)[0] = 100.0  # an outlier
-        many = torch.cat([x] * max(1, _MOST_ELEMENTS // x.numel()))
-        many[1] = math.nan
-        y = _output(module, many, large)
-        for formula in _formulas(module, shape, parameters):
-            if formula.is_near(y, many, large):
-                reason = _other_result(formula, module, x, parameters)
-                reason = reason or _other_gradients(formula, module, x[:4], parameters)
-                if reason:
+        parameters = {
+            name: random(each.shape, dtype=float32) for name, each in _parameters_of(module).items()
+        }
+        # Rows of ordinary size, rows whose variance is about eps, large ones and zeros.
+        roots = [math.sqrt(2.0**-23 if eps is None else abs(eps)) for eps in all_eps]
+        x = random((4, *shape), dtype=float32) + 0.5
+        rows = torch.cat([x * size for size in (1.0, *roots, 2.0**20, 0.0)])
+        y = _output(module, rows, parameters)
+        for centered, zero_centered, eps in product((False, True), (False, True), all_eps):
+            if (centered and eps is None) or (not centered and "bias" in parameters):
+                continue
+            formula = _Formula(shape, centered, zero_centered, eps)
+            if formula.is_near(y, rows, parameters):
+                if reason := _other_result(formula, module, x, parameters):
                     return None, reason
-                # Rows whose squares float16 holds.
-                x = torch.cat([(random(8, *shape) + 0.5) * size for size in (1.0, 16.0)])
-                return _in_16_bits(formula, module, x, parameters, keep_rounding)
+                return _in_bfloat16(formula, module, x, parameters, keep_rounding)
     return None, "it computes neither layer_norm nor rms_norm of its weight"
-
-
-def _formulas(
-    module: torch.nn.Module, shape: tuple[int, ...], parameters: _Parameters
-) -> Iterator[_Formula]:
-    """Those that LayerNorm and RMSNorm have."""
-    for eps in _eps_of(module):
-        for zero_centered in (False, True) if parameters else (False,):
-            if "bias" not in parameters:
-                yield _Formula(shape, False, zero_centered, eps)
-            if eps is not None:
-                yield _Formula(shape, True, zero_centered, eps)
 
 
 def _output(
@@ -515,37 +446,24 @@ def _output(
 def _other_result(
     formula: _Formula, module: torch.nn.Module, x: Tensor, parameters: _Parameters
 ) -> str:
-    """Why it is no norm of each row by itself, or of other rows too; "" if it may be one."""
-    if not formula.is_near(_output(module, x, parameters, training=True), x, parameters):
-        return "it computes another result in training mode"
-    *outer, num_cols = formula.shape
-    too_wide = (
-        x.new_ones(2, *outer, 2 * num_cols),
-        x.new_ones(2, *formula.shape, 1, 3 if num_cols == 2 else 2),
-    )
-    for other in (x[:1], x[0], x[:, None], x[None, :, None, None], *too_wide):
-        with contextlib.suppress(Exception):  # a forward may raise anything, and refuse a shape
-            y, is_taken = _output(module, other, parameters), other.shape[-1] == num_cols
-            if not (is_taken and formula.is_near(y, other, parameters)):
-                return f"it computes another result for input of shape {tuple(other.shape)}"
-    return ""
+    """Where it computes another result: rows of another width, training, gradients; or "".
 
-
-def _other_gradients(
-    formula: _Formula, module: torch.nn.Module, x: Tensor, parameters: _Parameters
-) -> str:
-    """Why its replacement would train differently, as of a detached variance; "" if it would not.
-
-    A module for inference, which has no gradients, is no reason.
+    A module for inference has no gradients.
     """
-    dy = torch.randn_like(x) * 64  # beyond limits
+    *outer, num_cols = formula.shape
+    with contextlib.suppress(Exception):  # a forward may raise anything
+        _output(module, x.new_ones(2, *outer, 2 * num_cols), parameters)
+        return f"it takes rows of {2 * num_cols} columns too"
     leaves = [each.clone().requires_grad_() for each in (x, *parameters.values())]
     with torch.enable_grad():
         named = dict(zip(parameters, leaves[1:]))
-        output = _output(module, leaves[0] * 1, named, training=True)
+        y = _output(module, leaves[0] * 1, named, training=True)
         expected = formula(leaves[0], named)
-    if output.requires_grad:
-        found = torch.autograd.grad(output, leaves, dy.to(output.dtype), allow_unused=True)
+    if not formula.is_near(y.detach(), x, parameters):
+        return "it computes another result in training mode"
+    dy = torch.randn_like(x) * 64  # beyond limits
+    if y.requires_grad:
+        found = torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)
         for gradient, right in zip(found, torch.autograd.grad(expected, leaves, dy)):
             # float32 and float64 are nearer, and other formulas farther.
             allowed = 1e-3 * float(right.abs().max())
@@ -554,7 +472,7 @@ def _other_gradients(
     return ""
 
 
-def _in_16_bits(
+def _in_bfloat16(
     formula: _Formula,
     module: torch.nn.Module,
     x: Tensor,
@@ -563,30 +481,24 @@ def _in_16_bits(
 ) -> tuple[_Formula | None, str]:
     """The formula with its rounding of x_hat, and how y differs; or None and the reason."""
     rounding, remarks, rounds = formula._replace(rounds=True), [], False
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = x.to(dtype)
-        for values in ({key: each.to(dtype) for key, each in parameters.items()}, parameters):
-            try:
-                y = _output(module, narrow, values)
-            except RuntimeError:  # some modules refuse weights of the same dtype, some of another
-                continue
-            if not formula.is_near(y, narrow, values):
-                return None, f"it computes neither layer_norm nor rms_norm in {name_of(dtype)}"
-            if y.dtype != dtype:
-                weight = " with a float32 weight" if values is parameters else ""
-                remarks.append(f"y of 16-bit input{weight} was {name_of(y.dtype)}, now 16-bit")
-            elif _share_off(y, formula(narrow, values)) > _FEW:
-                if _share_off(y, rounding(narrow, values)) <= _FEW:
-                    rounds = True
-                elif keep_rounding:
-                    return None, "it rounds more than x_hat and y, which keep_rounding cannot keep"
-                else:
-                    remarks.append("more than y was rounded to 16 bits, now y alone is")
+    x = x.bfloat16()
+    for values in ({name: each.bfloat16() for name, each in parameters.items()}, parameters):
+        try:
+            y = _output(module, x, values)
+        except RuntimeError:  # some modules refuse weights of the same dtype, some of another
+            continue
+        if not formula.is_near(y, x, values):
+            return None, "it computes neither layer_norm nor rms_norm in bfloat16"
+        if y.dtype != x.dtype:
+            weight = " with a float32 weight" if values is parameters else ""
+            remarks.append(f"y of 16-bit input{weight} was {name_of(y.dtype)}, now 16-bit")
+        elif formula.share_off(y, x, values) > _FEW:
+            if rounding.share_off(y, x, values) <= _FEW:
+                rounds = True
+            elif keep_rounding:
+                return None, "it rounds more than x_hat and y, which keep_rounding cannot keep"
+            else:
+                remarks.append("more than y was rounded to 16 bits, now y alone is")
     if rounds and not keep_rounding:
         remarks.insert(0, "x_hat was rounded to 16 bits before the weight, now y alone is")
-    kept = formula._replace(rounds=rounds and keep_rounding)
-    return kept, "; ".join(dict.fromkeys(remarks))
-
-
-def _share_off(y: Tensor, expected: Tensor) -> float:
-    return (y != expected).double().mean().item()
+    return formula._replace(rounds=rounds and keep_rounding), "; ".join(remarks)

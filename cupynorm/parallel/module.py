@@ -1,10 +1,10 @@
 """torch: LayerNormLinear on one rank or several: which part of it a rank has, and its calls.
 
-sharding.py         how the ranks share the layer
-column.py, row.py   what ranks compute and exchange, where it is not that of linear/products.py
-ranks.py            the group and its collectives
-agreement.py        what ranks must agree on, and how they compare it
-checkpoints.py      state dicts that load on another number of ranks
+sharding.py     how the ranks share the layer
+row.py          what ranks compute and exchange in mode "row"; linear/products.py has "column"
+ranks.py        the group and its collectives
+agreement.py    what ranks must agree on, and how they compare it
+checkpoints.py  state dicts that load on another number of ranks
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ..linear.layers import LinearLayer
 from ..linear.operands import (
     LinearOptions,
     Operands,
-    check_eps,
     check_fused,
     concatenate,
     is_fused,
@@ -29,6 +28,7 @@ from ..linear.operands import (
 )
 from ..linear.products import ONE_RANK, OneRank
 from ..nn import modes, scales
+from ..norm.checks import check_eps
 from ..norm.quantized import QuantizedTensor
 from ..options import check_choice, check_flags, check_int, shown
 from ..recipes import DelayedScaling
@@ -55,7 +55,6 @@ COMPARED = (
     "normalization",
     "eps",
     "zero_centered_gamma",
-    "fused",
     "return_bias",
     "return_layernorm_output_gathered",
     "reduce_norm_gradients",
@@ -103,7 +102,7 @@ class LayerNormLinear(LinearLayer):
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
         symmetric_ar_type: accepted, with a warning where ranks share the layer: without effect.
     ub_name, name: for the user.
-    save_normalized, fused, sm_margin: as for cupynorm.layer_norm_linear.
+    save_normalized, fused (on one rank), sm_margin: as for cupynorm.layer_norm_linear.
     reduce_norm_gradients: with "column" and sequence_parallel, sum the gradients of the norm's
         parameters over tp_group in backward. Otherwise their attribute sequence_parallel tells
         Megatron to.
@@ -155,7 +154,7 @@ class LayerNormLinear(LinearLayer):
         sm_margin: int | Mapping[str, int] = 0,
         reduce_norm_gradients: bool = False,
     ) -> None:
-        given, is_centered = locals(), normalization == "LayerNorm"
+        given = locals()
         check_choice("normalization", normalization, NORMALIZATIONS)
         check_choice("parallel_mode", parallel_mode, MODES)
         check_flags(**{name: given[name] for name in FLAGS})
@@ -170,19 +169,16 @@ class LayerNormLinear(LinearLayer):
         for what in ("in_features", "out_features", "tp_size"):
             check_int(what, given[what], 1)
         launch_of(sm_margin)
-        check_eps(eps, "float32", centered=is_centered)
+        check_eps(eps, "float32", has_default=normalization != "LayerNorm")
         super().__init__()
         if tp_group is not None and tp_size == 1:
             tp_size = group_size(tp_group)
         self._ranks, self.tp_size = Ranks(tp_size, tp_group), tp_size
         self.parallel_mode, self._is_shared = parallel_mode, tp_size > 1 and bool(parallel_mode)
+        if self._is_shared and is_fused(fused):
+            raise ValueError(f"fused is {fused!r} and tp_size is {tp_size}; expected fused=None")
         if self._is_shared and parallel_mode == "row":
             in_features = _share(in_features, tp_size, "in_features")
-            if is_fused(fused):
-                raise ValueError(
-                    f"fused is {fused!r} and tp_size is {tp_size} with parallel_mode='row'; "
-                    "expected fused=None, because a rank has no whole rows"
-                )
         elif self._is_shared:
             out_features = _share(out_features, tp_size, "out_features")
         check_choice("symmetric_ar_type", symmetric_ar_type, (None, *ALL_REDUCES))
@@ -320,13 +316,9 @@ class LayerNormLinear(LinearLayer):
         return tuple(results)
 
     def _runs_untraced(self) -> bool:
-        """Also where several ranks share the layer, but for what Sharding.by_torch computes."""
+        """Also where several ranks share the layer."""
         if self._is_shared and (modes.is_compiling() or modes.present_tracer()):
-            is_traced = modes.is_compiling() and self.parallel_mode == "column"
-            is_traced = is_traced and self.tp_group is not None and not is_fused(self.fused)
-            has_sink = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-            if not is_traced or has_sink:
-                return True
+            return True
         return super()._runs_untraced()
 
     def linear_options(self, dtype: torch.dtype) -> LinearOptions:
@@ -349,7 +341,7 @@ class LayerNormLinear(LinearLayer):
         is_first_microbatch: bool | None,
         **options: Any,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-        if self._is_shared and not modes.is_compiling():
+        if self._is_shared:
             kind = agreement.kind_of(operands, region, self.training, options["fp8_grad"])
             if kind not in self._ranks.known:
                 self._agree(kind, region, operands)

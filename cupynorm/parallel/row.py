@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..linear.operands import LinearOptions, Operands, as_rows, check_eps, join
+from ..linear.operands import LinearOptions, Operands, as_rows, join
 from ..linear.products import Incoming, Products, Result, Saved, norm_of_rows
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn.modes import arithmetic, name_of
+from ..norm.checks import check_eps
 from ..norm.quantized import QuantizedTensor
 from .ranks import Ranks
 
@@ -156,7 +157,7 @@ def statistics_of_rows(x: Tensor, part: Part, options: LinearOptions, ranks: Ran
     Means and variances of parts are combined by Chan, Golub and LeVeque's formula (1983) for parts
     of one size, in float64. All ranks compute the same rstd, to the bit.
     """
-    eps = check_eps(options.eps, name_of(x.dtype), centered=options.centered)
+    eps = check_eps(options.eps, name_of(x.dtype), has_default=not options.centered)
     own = part.rstd.double()
     variance = own.square().reciprocal()
     # Finite, so that x_hat is 0 where the variance overflowed.

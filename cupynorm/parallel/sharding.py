@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..linear import products
-from ..linear.operands import LinearOptions, Operands
+from ..linear.operands import Operands
 from ..linear.products import OneRank, Pending
 from ..nn import by_torch, modes
-from . import column, row
+from . import row
 from .ranks import Ranks
 
 
@@ -35,7 +35,7 @@ class Sharding(OneRank):
         self.reduces_norm = reduces_norm and self.gathers_input
         self.shares_rows = mode == "row" or sequence_parallel
         self.all_reduce = ranks.all_reduce
-        self.forward = row.forward if mode == "row" else column.forward
+        self.forward = row.forward if mode == "row" else products.forward
         self.backward = row.backward if mode == "row" else products.backward
 
     def gather_input(self, tensor: Tensor) -> Pending:
@@ -63,12 +63,6 @@ class Sharding(OneRank):
     def with_all_rows(self, shape: torch.Size) -> torch.Size:
         """The shape of a tensor with the rows of all ranks, from that of one rank's."""
         return torch.Size((shape[0] * self.size, *shape[1:]))
-
-    def by_torch(
-        self, options: LinearOptions, operands: Operands
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """A call that torch.compile traces."""
-        return column.by_torch(self, options, operands)
 
     def check_plain(self, operands: Operands) -> None:
         """Raises NotImplementedError for what torch would transform, and for DTensors."""

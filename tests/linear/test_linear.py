@@ -139,18 +139,6 @@ def test_tensors_saved_for_backward(monkeypatch):
     assert not made
 
 
-def test_a_normalised_tensor_of_the_autocast_dtype_is_recomputed(kernels):
-    problem = draw(num_rows=4)
-    given = leaves(problem)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = call(problem, given)
-    y.backward(torch.ones_like(y))
-    store = "RecomputingStore<DxStore<float, void>, __nv_bfloat16, float, float, false>"
-    assert len(kernels) == 5 and store in kernels[-2].kernel.name_expression
-    truth = expected(problem)["dweight"][0].shape
-    assert given["weight"].grad.shape == truth and given["weight"].grad.isfinite().all()
-
-
 def peak_of(function):
     """The largest number of bytes of CPU tensors that function has allocated at a time."""
     with torch.profiler.profile(

@@ -25,7 +25,6 @@ from norm_calls import assert_few_roundings  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
-from cupynorm.linear import compiled as operator  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
@@ -154,22 +153,3 @@ def test_export_and_functional_calls_give_the_eager_results():
             rtol=2.0**-18,
             atol=2.0**-18 * gradient.abs().max().item(),
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("norm_name", NORMS)
-def test_the_operator_of_one_kernel(norm_name):
-    """On the CPU a norm and a product compute it. Its gradients are written in torch."""
-    given = leaves(draw(norm_name, "float32"))
-    tensors = [given[name] for name in ("x", "norm_weight", "norm_bias", "weight", "bias")]
-    options = {"eps": 1e-5, "centered": norm_name == "layer_norm", "zero_centered_weight": True}
-    torch.library.opcheck(operator.norm_linear, tuple(tensors), options)
-    y, _, _ = operator.norm_linear(*tensors, **options)
-    run = getattr(cupynorm, f"{norm_name}_linear")
-    x, norm_weight, norm_bias, weight, bias = tensors
-    right = run(
-        x, norm_weight, weight=weight, bias=bias, norm_bias=norm_bias, zero_centered_weight=True
-    )
-    dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
-    found, expected = (torch.autograd.grad(each, tensors, dy) for each in (y, right))
-    assert_few_roundings([y, *found], [right, *expected], 2**6)

@@ -8,9 +8,7 @@ import cupynorm
 
 torch = pytest.importorskip("torch")
 
-from linear_cases import CPU  # noqa: E402
 
-from cupynorm import LayerNormLinear, Linear  # noqa: E402
 from cupynorm.linear.operands import join  # noqa: E402
 
 ROWS, WIDTH, OUT = 3, 64, 32
@@ -65,29 +63,6 @@ def test_calls(device, fused, is_recorded):
             assert (result - right).float().norm() <= 2**-6 * right.float().norm()
 
 
-@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
-def test_layers_in_8_bits(device, kind):
-    torch.manual_seed(0)
-    layer = kind(WIDTH, OUT, device=device)
-    x = torch.randn(16, WIDTH, device=device)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_()
-
-    def call(x):
-        x = x.detach().requires_grad_()
-        with cupynorm.fp8_autocast(recipe=cupynorm.recipes.CurrentScaling()):
-            y = layer(x)
-        return y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))
-
-    expected = call(x)
-    for name, parameter in layer.named_parameters():
-        setattr(layer, name, torch.nn.Parameter(negated(parameter)))
-    assert all(each.is_neg() for each in layer.parameters())
-    for result, right in zip(call(negated(x)), expected, strict=True):
-        assert torch.equal(result, right)
-
-
 def test_joined_parts():
     memory = torch.arange(1.0, 9.0).view(4, 2)
     first, second = memory.split(2)
@@ -95,12 +70,3 @@ def test_joined_parts():
         assert torch.equal(join(parts), torch.cat(parts))
     both = torch._neg_view(first), torch._neg_view(second)
     assert torch.equal(join(both), -memory) and join(both).data_ptr() == memory.data_ptr()
-
-
-def test_saved_parts_have_their_sign():
-    layer = LayerNormLinear(8, 4, parameters_split=("a", "b"), **CPU)
-    values = {name: each.detach().clone() for name, each in layer.named_parameters()}
-    for name, parameter in layer.named_parameters():
-        setattr(layer, name, torch.nn.Parameter(negated(parameter)))
-    saved = layer.state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in values.items())

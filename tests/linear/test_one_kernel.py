@@ -458,14 +458,3 @@ def test_default_follows_writes_and_keeps_no_memory(layer):
         assert torch.equal(again, 2 * y) and not torch.equal(again, plain(x))
         assert (again - plain(x)).norm() <= 2**-7 * again.norm()
         assert_replays_see_new_values(module, x)
-
-
-@pytest.mark.gpu
-def test_compiled_calls_take_the_same_default(layer):
-    """As one operator, which chooses when it runs."""
-    module, _, x = layer
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(x), module(x))
-    rows = x.clone().requires_grad_()
-    assert torch.equal(compiled(rows), module(x))

@@ -104,24 +104,6 @@ def by_swapped_tensors(saver, loader, path):
     assert all(one is other for one, other in zip(parameters, loader.parameters()))
 
 
-def by_overwritten_parameters(saver, loader, path):
-    with setting("overwrite_module_params_on_conversion"):
-        loader.double().float().load_state_dict(saver.state_dict())
-
-
-def by_renamed_keys(saver, loader, path):
-    def rename(module, state, prefix, *_):
-        for name in [name for name in state if name.startswith(f"{prefix}old.")]:
-            state[name.replace("old.", "")] = state.pop(name)
-
-    state = {}
-    for at, layer in enumerate(loader):
-        layer.register_load_state_dict_pre_hook(rename)
-        for name, value in saver[at].state_dict().items():
-            state[f"{at}.{name}" if name == "_extra_state" else f"{at}.old.{name}"] = value
-    loader.load_state_dict(state)
-
-
 def by_pickle(saver, loader, path):
     return pickle.loads(pickle.dumps(saver, protocol=2))
 
@@ -140,8 +122,6 @@ WAYS = (
     by_whole_mmap,
     from_meta,
     by_swapped_tensors,
-    by_overwritten_parameters,
-    by_renamed_keys,
     by_pickle,
     by_copy,
 )
@@ -235,19 +215,6 @@ def test_scales_without_values_are_none():
     states = [each.state_dict() for each in (of_file, model)]
     assert states[0].keys() == states[1].keys()
     assert all(map(torch.equal, *(each.values() for each in states)))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_state_dict_of_an_older_weight_norm_is_loaded():
-    """torch's own pre-hook writes the keys of the parametrization into the state dict."""
-    for make_layer in (lambda: Linear(8, 4), lambda: LayerNormLinear(8, 4, device="cpu")):
-        older = torch.nn.utils.weight_norm(make_layer())
-        layer = torch.nn.utils.parametrizations.weight_norm(make_layer())
-        state = older.state_dict()
-        keys = [*state]
-        layer.load_state_dict(state)
-        x = torch.randn(3, 8)
-        assert torch.allclose(layer(x), older(x), atol=1e-6) and [*state] == keys
 
 
 def test_a_state_stays_an_object_between_processes():

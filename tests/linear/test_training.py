@@ -204,28 +204,6 @@ def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(between,
         assert all(torch.equal(*pair) for pair in zip(ones, others))
 
 
-def test_checkpoints_in_a_checkpoint():
-    recipe, made = DelayedScaling(amax_history_len=4), []
-    for run in (at_once, by_contexts):
-        (one, problem), (other, _) = (make(40, 72, 72, dtype="float32") for _ in range(2))
-        module = torch.nn.ModuleList((one, other))
-
-        def layers(x, one=one, other=other, run=run):
-            for layer in (one, other, one):
-                x = run(layer, torch.tanh(x))
-            return x
-
-        for _ in range(3):
-            module.zero_grad()
-            x = tensor(problem.x, "float32", grad=True)
-            with region(recipe):
-                y = run(layers, x)
-            y.backward(tensor(problem.dy, "float32"))
-            made.append([y, x.grad, *(each.grad for each in module.parameters())])
-    for ones, others in zip(made[:3], made[3:]):
-        assert all(torch.equal(*pair) for pair in zip(ones, others))
-
-
 def test_a_backward_in_two_parts_is_one_step():
     """As in zero-bubble pipelines: the gradient of the input first, that of the weights later."""
     recipe, made = DelayedScaling(amax_history_len=4), []

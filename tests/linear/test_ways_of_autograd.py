@@ -9,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch.autograd import forward_ad  # noqa: E402
-from torch.utils._pytree import tree_map_only  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm import LayerNorm, LayerNormLinear, Linear, RMSNorm, fp8_autocast  # noqa: E402
@@ -115,52 +114,6 @@ def test_8_bits_refuse_tangents_and_batches(name):
         y = module(x)
     with pytest.raises(NotImplementedError, match="expected one gradient at a time"):
         torch.autograd.grad(y, module.parameters(), torch.stack([y, y]), is_grads_batched=True)
-
-
-class OwnClass(torch.Tensor):
-    """A class that has no __torch_dispatch__."""
-
-
-def own_class(x):
-    return x.as_subclass(OwnClass)
-
-
-class Wrapper(torch.Tensor):
-    """A tensor that has another one, as tensors of other libraries do."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        options = {"dtype": inner.dtype, "requires_grad": inner.requires_grad}
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **options)
-
-    def __init__(self, inner):
-        self.inner = inner.detach()
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
-        arguments = tree_map_only(cls, lambda each: each.inner, arguments)
-        return tree_map_only(torch.Tensor, cls, function(*arguments, **(options or {})))
-
-
-@pytest.mark.parametrize("taken", (own_class, Wrapper), ids=lambda taken: taken.__name__)
-@pytest.mark.parametrize("name", ("delayed", "main_grad"))
-def test_inputs_of_classes_where_weight_gradients_leave_autograd(name, taken):
-    """main_grad must not miss the gradient of a call that autograd got."""
-    made = []
-    for take in (torch.clone, taken):
-        module, x = make(name)[0], random(6, WIDTH, seed=7).requires_grad_()
-        module.weight.main_grad = torch.zeros_like(module.weight)
-        if take is Wrapper:
-            with pytest.raises(NotImplementedError, match="expected plain tensors"):
-                module(Wrapper(x))
-            return
-        y = module(take(x)).as_subclass(torch.Tensor)
-        y.backward(random(6, WIDTH, seed=8))
-        module.backward_dw()
-        gradient = module.weight.main_grad if name == "main_grad" else module.weight.grad
-        made.append((y.detach(), x.grad, gradient))
-    assert made[0][2].abs().max() > 0
-    assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
 
 
 def replica_of(module):

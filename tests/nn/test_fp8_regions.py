@@ -79,7 +79,7 @@ def test_names_of_transformer_engine():
     with cupynorm.fp8_autocast(fp8_recipe=recipe, fp8_group=group, calibrating=False):
         assert scales.active().recipe == recipe and scales.active().group is group
     for arguments, options, sentence in (
-        ((True, False), {}, "recipe is False; expected a recipe: TransformerEngine's second"),
+        ((True, False), {}, "recipe is a bool; expected DelayedScaling"),
         ((), {"recipe": recipe, "fp8_recipe": recipe}, "recipe and fp8_recipe are given"),
         ((), {"group": group, "fp8_group": group}, "group and fp8_group are given"),
         ((), {"calibrating": True}, "calibrating is True; expected False: scales start at 1"),

@@ -162,16 +162,6 @@ def test_a_refused_call_changes_no_state(options):
         assert all(torch.equal(after[name], value) for name, value in state.items())
 
 
-def test_a_history_of_another_length_is_loaded_in_inference_mode():
-    (short, recipe), (module, _) = stepped("RMSNorm", 3), stepped("RMSNorm", 5)
-    with torch.inference_mode():
-        module.load_state_dict(short.state_dict())
-    for each in (short, module):
-        with fp8_autocast(recipe=recipe):
-            each(random(5, 200), fp8_output=True)
-    assert_same_scales(short._fp8.scales["y"], module._fp8.scales["y"])
-
-
 def test_scales_cannot_be_made_in_a_capture(monkeypatch):
     """Each replay would reset them. Scales made before the capture may be used in it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

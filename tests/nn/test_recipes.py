@@ -129,7 +129,7 @@ def test_options_that_recipes_refuse():
         with pytest.raises(error, match=f"{name} is {words}"):
             make(**{name: value})
     for arguments, sentence in (
-        ({"enabled": CurrentScaling()}, "enabled is a CurrentScaling; .*, and a recipe as recipe="),
+        ({"enabled": CurrentScaling()}, "enabled is CurrentScaling.*; expected True or False"),
         ({"recipe": "delayed"}, "recipe is a str; expected DelayedScaling"),
     ):
         with pytest.raises(TypeError, match=sentence):
@@ -204,14 +204,14 @@ def header(text: bytes, *numbers: float) -> torch.Tensor:
         (np.zeros(3, np.uint8), "is an ndarray; expected the uint8 tensor"),
         (b"cupynorm fp8 state 1\n", "is a bytes; expected the uint8 tensor"),
         ({"scale": 1}, "is a dict; expected the uint8 tensor"),
-        (header(b"[1, 2]"), ".*; expected scales and histories of"),
-        (header(b"[" * 100_000), ".*; expected scales and histories of"),
-        (header(b'{"y": [1, -1]}'), ".*; expected scales and histories of"),
-        (header(b'{"y": 3}'), ".*; expected scales and histories of"),
-        (header(b"{}"), "has 0 bytes after b?.*; expected scales"),
-        (header(b'{"y": [1, 1]}', np.nan, 0), r"has the scales \[nan\]; expected finite"),
-        (header(b'{"y": [1, 1]}', 0, 0), r"has the scales \[0.0\]; expected finite ones above 0"),
-        (header(b'{"y": [1, 1]}', -np.inf, 0), r"has the scales \[-inf\]; expected finite"),
+        (header(b"[1, 2]"), ".*; expected finite scales above 0"),
+        (header(b"[" * 100_000), ".*; expected finite scales above 0"),
+        (header(b'{"y": [1, -1]}'), ".*; expected finite scales above 0"),
+        (header(b'{"y": 3}'), ".*; expected finite scales above 0"),
+        (header(b"{}"), "has 0 bytes after b?.*; expected finite scales"),
+        (header(b'{"y": [1, 1]}', np.nan, 0), "has 8 bytes after .*; expected finite scales"),
+        (header(b'{"y": [1, 1]}', 0, 0), "has 8 bytes after .*; expected finite scales"),
+        (header(b'{"y": [1, 1]}', -np.inf, 0), "has 8 bytes after .*; expected finite scales"),
     ],
 )
 @pytest.mark.parametrize("kind", ["RMSNorm", "Linear"])

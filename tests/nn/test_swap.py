@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -244,10 +243,6 @@ class Odd(LlamaRMSNorm):
         return self.of(self, x)
 
 
-def unless(is_other):
-    return Odd(lambda own, x: x * own.weight if is_other(x) else own.norm(x))
-
-
 class RoundsTheProduct(torch.nn.Module):
     """As DeBERTa's and Chameleon's: x_hat, its product with the weight and y are rounded."""
 
@@ -259,11 +254,6 @@ class RoundsTheProduct(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_hat = functional.layer_norm(x.float(), (256,), eps=self.variance_epsilon).to(x.dtype)
         return x_hat * self.weight + self.bias
-
-
-class Doubling(torch.nn.LayerNorm):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().__call__(x)
 
 
 class LayerNorm2d(torch.nn.LayerNorm):
@@ -309,24 +299,18 @@ def square(x: torch.Tensor) -> torch.Tensor:
 
 NEITHER = "it computes neither layer_norm nor rms_norm of its weight"
 OTHER_GRADIENTS = "its gradients are not those of the norm that it computes"
-ANOTHER = "it computes another result for"
 SHARDED = "it has been sharded, as by FullyShardedDataParallel"
 NO_WIDTH = "nothing says what it normalises over"
 OTHER_DIMS = "it normalises over other dimensions than the last ones"
 LEFT = {
-    "many rows": (unless(lambda x: x.numel() > 2**15), NEITHER),
-    "one row": (unless(lambda x: x.numel() == 64), f"{ANOTHER} input of shape (1, 64)"),
-    "a NaN in other rows": (unless(lambda x: x.isnan().any()), NEITHER),
-    "no NaN": (Odd(lambda own, x: own.norm(x).nan_to_num()), NEITHER),
     "heads": (
         Odd(lambda own, x: own.norm(x.reshape(*x.shape[:-1], -1, 64)).reshape(x.shape)),
-        f"{ANOTHER} input of shape (2, 128)",
+        "it takes rows of 128 columns too",
     ),
     "dropout": (
         Odd(lambda own, x: functional.dropout(own.norm(x), training=own.training)).eval(),
         "it computes another result in training mode",
     ),
-    "limited y": (Odd(lambda own, x: own.norm(x).clamp(-6e4, 6e4)), NEITHER),
     "limited x": (Odd(lambda own, x: own.norm(x.clamp(-500, 500))), NEITHER),
     "eps outside": (Odd(lambda own, x: own.weight * x / (square(x).sqrt() + 1e-6)), NEITHER),
     "num_cols - 1": (Odd(lambda own, x: rms(own, x, square(x) * 4096 / 4095), 4096), NEITHER),
@@ -334,13 +318,12 @@ LEFT = {
     "no norm": (Odd(lambda own, x: own.weight * x), NEITHER),
     "a detached variance": (Odd(lambda own, x: rms(own, x, square(x.detach()))), OTHER_GRADIENTS),
     "clipped gradients": (Odd(clip_gradients), OTHER_GRADIENTS),
-    "limited in float16": (
-        Odd(lambda own, x: own.norm(x).clamp(-2, 2) if x.dtype == torch.float16 else own.norm(x)),
-        "it computes neither layer_norm nor rms_norm in float16",
+    "limited in bfloat16": (
+        Odd(lambda own, x: own.norm(x).clamp(-1, 1) if x.dtype == torch.bfloat16 else own.norm(x)),
+        "it computes neither layer_norm nor rms_norm in bfloat16",
     ),
     "raises": (Odd(raising), "its forward raised RuntimeError on the CPU: Triton kernels"),
     "gate": (Gated(64), "its forward takes x, gate; expected one input"),
-    "__call__": (Doubling(64), "its class has a __call__ of its own"),
     "sharded": (after(torch.nn.LayerNorm(64), flatten), SHARDED),
     "forward hook": (
         after(LlamaRMSNorm(64), lambda own: own.register_forward_hook(print)),
@@ -354,10 +337,6 @@ LEFT = {
         with_(LlamaRMSNorm(64), forward=abs),
         "its forward was replaced on this object",
     ),
-    "tensor attribute": (
-        with_(LlamaRMSNorm(64), gain=torch.ones(64)),
-        "its attribute gain is a tensor; expected a parameter",
-    ),
     "buffer": (
         after(LlamaRMSNorm(64), lambda own: own.register_buffer("scale", torch.ones(()))),
         "it holds scale, weight; expected a weight and perhaps a bias",
@@ -370,18 +349,12 @@ LEFT = {
         foreign("RMSNorm", "flux", weight=parameter(64)),
         "it has no number as an attribute named eps",
     ),
-    "images": (LayerNorm2d(64), "it normalises images of shape (N, C, H, W); expected rows"),
+    "images": (LayerNorm2d(64), OTHER_DIMS),
     "groups": (torch.nn.GroupNorm(2, 64), OTHER_DIMS),
     "no weight": (foreign("L2RMSNorm", "other", eps=0.1), NO_WIDTH),
     "empty weight": (torch.nn.LayerNorm(0), NO_WIDTH),
-    "one weight": (
-        with_(LlamaRMSNorm(8), weight=parameter(1)),
-        f"{ANOTHER} input of shape (2, 2)",
-    ),
-    "other shapes": (
-        with_(torch.nn.LayerNorm(64), bias=parameter(1)),
-        "its weight has shape (64,), its bias has shape (1,)",
-    ),
+    "one weight": (with_(LlamaRMSNorm(8), weight=parameter(1)), NO_WIDTH),
+    "a weight of three dimensions": (with_(LlamaRMSNorm(8), weight=parameter(1, 1, 8)), NO_WIDTH),
     "TransformerEngine's operation": (
         foreign(
             "RMSNorm", "transformer_engine.pytorch.ops.basic.rmsnorm", weight=parameter(64), eps=0.1
@@ -541,32 +514,3 @@ def test_a_wrong_margin_leaves_the_model_as_it_was():
     with pytest.raises(ValueError):
         cupynorm.swap_norms(model)
     assert all(now is was for now, was in zip(model, before))
-
-
-def test_an_error_leaves_the_model_as_it_was():
-    """Nothing could undo a half of it: the report would be lost."""
-
-    class Full(torch.nn.Sequential):
-        def __setattr__(self, name: str, value: object) -> None:
-            if name == "1" and isinstance(value, cupynorm.LayerNorm):
-                raise MemoryError
-            super().__setattr__(name, value)
-
-    wrong = {"eps": 0.1, "_sm_margins": {"forward": -1}}
-    broken = foreign("RMSNorm", f"{TE}.rmsnorm", weight=parameter(64), **wrong)
-    of_two = Full(torch.nn.LayerNorm(64), torch.nn.LayerNorm(64), torch.nn.LayerNorm(64))
-    for model, error in (
-        (torch.nn.Sequential(torch.nn.LayerNorm(64), broken), ValueError),
-        (of_two, MemoryError),
-    ):
-        before = [*model]
-        with pytest.raises(error):
-            cupynorm.swap_norms(model)
-        assert all(now is was for now, was in zip(model, before))
-
-
-def test_a_report_can_be_pickled():
-    _, _, report = two_norms()
-    twin = pickle.loads(pickle.dumps(report))
-    twin.undo()
-    assert str(twin) == str(report) and type(twin._model[0]) is torch.nn.LayerNorm

@@ -215,17 +215,3 @@ def test_symbolic_trace_of_a_function_needs_wrap():
     for name in ("layer_norm", "rms_norm", "layer_norm_forward"):
         with pytest.raises(TypeError, match="is a Proxy of torch.fx; .* after torch.fx.wrap"):
             torch.fx.symbolic_trace(lambda x: getattr(cupynorm, name)(x, 16))  # noqa: B023
-
-
-def test_symbolic_trace_of_a_linear_layer_needs_a_leaf():
-    model = torch.nn.Sequential(cupynorm.LayerNormLinear(16, 8, device="cpu"))
-    with pytest.raises(NotImplementedError, match="expected a Tracer whose is_leaf_module"):
-        torch.fx.symbolic_trace(model)
-
-    class Tracer(torch.fx.Tracer):
-        def is_leaf_module(self, module, name):
-            is_layer = isinstance(module, cupynorm.LayerNormLinear)
-            return is_layer or super().is_leaf_module(module, name)
-
-    traced, x = torch.fx.GraphModule(model, Tracer().trace(model)), random_input(7, 16)
-    assert torch.equal(traced(x), model(x))

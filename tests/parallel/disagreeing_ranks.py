@@ -100,7 +100,7 @@ def modules_that_differ(rank):
     layer.train()
     layer.weight.requires_grad_(rank == 0)
     refuse(layer, x, "recorded for is layer_norm_weight, layer_norm_bias on rank 1 of tp_group")
-    for name, value in (("fused", "kernel"), ("reduce_norm_gradients", True), ("eps", 1e-3)):
+    for name, value in (("reduce_norm_gradients", True), ("eps", 1e-3)):
         layer = make_layer("column", **{name: value} if rank else {})
         refuse(layer, x, f"{name} is {value} on rank 1 of tp_group and ")
 

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 import failing_ranks  # noqa: E402  (imports torch)
+import layer_graph_ranks  # noqa: E402  (imports torch)
 import layer_kernel_ranks  # noqa: E402  (imports torch)
 import layer_ranks  # noqa: E402  (imports torch)
 import start_ranks  # noqa: E402
@@ -46,11 +47,10 @@ def test_row_parallel_layers_by_the_kernels(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_async_tensor_parallelism_fuses_products(tmp_path, device):
-    async_ranks = pytest.importorskip("async_ranks")  # torch without DTensors lacks its imports
-    reports = start_ranks.start(async_ranks.__file__, 2, tmp_path, device=device)
-    assert reports == [dict.fromkeys(async_ranks.CHECKS, "passed")] * 2
+@pytest.mark.multi_gpu
+def test_cuda_graphs(tmp_path):
+    reports = start_ranks.start(layer_graph_ranks.__file__, 2, tmp_path, device="cuda")
+    assert reports == [dict.fromkeys(layer_graph_ranks.CHECKS, "passed")] * 2
 
 
 @pytest.mark.slow
