@@ -81,13 +81,10 @@ def bench(
     what cupynorm raises in the first cell.
     """
     todo = cells() if todo is None else list(todo)
-    unknown = [name for name in peers or () if name not in PEERS]
-    if unknown:
-        raise ValueError(f"peers has {unknown[0]!r}; expected some of {', '.join(PEERS)}")
+    wanted = chosen(peers)
     check_runs(runs)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     progress = progress or (lambda items, **_: items)
-    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
     absent = {name: why for name in wanted if (why := missing(name))}
     names = [name for name in wanted if name not in absent]
     if jobs > 1:
@@ -110,6 +107,15 @@ def bench(
             raise
         settings["stopped"] = f"after {len(found)} of {len(todo)} cells: {first_line(failure)}"
     return BenchResult(environment() | {"peers": versions}, settings, found, absent)
+
+
+def chosen(peers: Iterable[str] | None) -> list[str]:
+    """Names of libraries, cupynorm first; None for all. Raises ValueError for an unknown one."""
+    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
+    for name in wanted:
+        if name not in PEERS:
+            raise ValueError(f"peers has {name!r}; expected some of {', '.join(PEERS)}")
+    return list(wanted)
 
 
 def check_runs(runs: int) -> None:
@@ -206,8 +212,7 @@ def host(
     shapes: (num_rows, num_cols), small ones, on which the GPU keeps up. rounds: of 8 calls each.
     peers, progress: as for bench.
     """
-    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
-    names = [name for name in wanted if PEERS[name].norm and not (name != OURS and missing(name))]
+    names = [name for name in chosen(peers) if PEERS[name].norm and not missing(name)]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     found: dict[str, dict[str, float]] = {}
     progress = progress or (lambda items, **_: items)
