@@ -163,33 +163,25 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
     if problem.forward and (tile.path == "ring" or tile.early):
         each += sum(max(size, 4) if tile.pack_size == 1 else size for size in sizes) / 4
     elif tile.path == "bundle":
-        each += (0.27 if problem.forward else 0.5) * sum(max(0, size - 2) for size in sizes)
+        wider = sum(size if size > 4 else size - 2 for size in sizes)
+        each += (0.27 if problem.forward else 0.5) * wider
     return int(fixed + each * tile.elements)
 
 
 def _registers_of_copied(problem: Problem, sm: int, tile: Tile) -> tuple[float, float]:
     """Fixed and for each element, of a thread whose rows the copy engine fetches."""
-    fused, elements, residual = problem.extras, tile.elements, problem.residual
-    single, one_lane = tile.pack_size == 1, tile.threads_per_row == 1
-    finds_scale = bool(fused & {"row", "block"})
+    single = tile.pack_size == 1
     if tile.path == "ring" and problem.forward:
-        fixed = 104 + 32 * ("store" in fused) + 24 * finds_scale * (1 + residual) + 8 * (sm == 12)
-        if elements > 40 and tile.pack_size * problem.itemsize < 16:
-            fixed += (75 if single else 8) * residual
-            fixed += single * ("row" in fused) * max(0, 1.5 * elements - 56)
-        return fixed, 0
+        finds_scale = bool(problem.extras & {"row", "block"})
+        return 104 + 24 * finds_scale * (1 + problem.residual), 0
     if tile.path == "ring":
-        return 60 - 20 * (elements > 40 and not single), 3.375 + 0.75 * single
+        return 60 - 20 * (tile.elements > 40 and not single), 3.375 + 0.75 * single
     fixed = 37 + 8 * (sm == 10) + 16 * (sm == 12)
     if not problem.forward:
-        if problem.dsum:
-            few_lanes = tile.threads_per_row < 32
-            fixed += 28 * (elements > 32) if one_lane else 20 * few_lanes
         return fixed, 5.2 if problem.x == "float16" else 4.7
     is_small = tile.pack_size * problem.itemsize < 8 and 1 < tile.threads_per_row < 32
     fixed += is_small * (7 + 20 * (problem.has_wide_parameters or problem.itemsize == 4))
-    fixed += residual * (24 + 12 * one_lane + max(0, elements - 24))
-    return fixed, 1.9 + 0.25 * one_lane
+    return fixed + 24 * problem.residual, 1.9
 
 
 def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, float]:
@@ -202,34 +194,24 @@ def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
         each = 11.6 if double else 5.25 + 0.25 * (sm > 9 and problem.x == "bfloat16")
         each += 0.35 * (sm != 9) * (1 + (problem.x == "float16")) + 1.5 * single + 1.8 * small
         each += wide * (0.8 if itemsize == 4 else 0.25) + 0.5 * (problem.dsum == "float32")
-        each += 1.2 * (sm == 12 and bool(problem.recomputed))
         each += 2.75 * (not double and "float64" in (problem.weight, problem.bias))
         fixed = 36 + 8 * single + 40 * (sm == 10 and elements > 24) + 8 * bool(problem.recomputed)
         fixed += bool(problem.dsum) * (6 + 2 * (sm != 9) + 16 * (elements > 32))
         fixed += 16 * bool(fused & {"dresidual", "input"})
-        fixed += 8 * (sm == 10 and double)
         return fixed + (24 * ("load" in fused) + 72 * ("store" in fused)) * (1 + double), each
     finds_scale, lanes = bool(fused & {"row", "block"}), tile.rows_per_block > 1
     if is_only_quantized(problem) and tile.cluster_size == 1:
         if not finds_scale:
             few = 8 * (sm != 9) - 8 * (sm == 9 and 40 < elements < 64)
             return min(32 + few, 128 - elements), 1.0
-        fixed = (
-            47.5
-            - 16 * tile.exact
-            + 8 * (sm != 9)
-            + ("block" in fused and lanes) * (8 + 22 * (elements > 32))
-        )
-        return fixed, 1.26
-    each = {2: 1.0, 4: 1.25, 8: 2.5}[itemsize] + 1.5 * single + small * wide
-    each += small * lanes * (elements > 32) + 0.15 * (long and itemsize == 2)
-    fixed = (
-        40 + 8 * single + small * (6 + 2 * max(0, elements - 32)) + 14 * (lanes and elements > 32)
-    )
+        fixed = 47.5 - 16 * tile.exact + 8 * (sm != 9)
+        return fixed + ("block" in fused and lanes) * (8 + 22 * (elements > 32)), 1.26
+    each = {2: 1.0, 4: 1.25, 8: 2.5}[itemsize] + 1.5 * single + 0.15 * (long and itemsize == 2)
+    fixed = 40 + 8 * single + small * (6 + 2 * max(0, elements - 32))
+    fixed += 14 * (lanes and elements > 32)
     fixed += 8 * wide + 8 * problem.residual * (1 + (elements > 24)) + 16 * ("input" in fused)
-    fixed += 8 * (sm == 8) * ((elements > 24) + wide + (problem.residual and single)) + 40 * (
-        "store" in fused
-    ) * (1 + double)
+    fixed += 8 * (sm == 8) * ((elements > 24) + wide + (problem.residual and single))
+    fixed += 40 * ("store" in fused) * (1 + double)
     fixed += (24 + 16 * long + 32 * single) * ("load" in fused) * (1 + double)
     if problem.scaling and problem.scaling != "given":
         each += 0.25 * finds_scale * (1 + (itemsize > 2)) + 1.5 * (single and sm == 8)
