@@ -173,7 +173,8 @@ def _registers_of_copied(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
     single = tile.pack_size == 1
     if tile.path == "ring" and problem.forward:
         finds_scale = bool(problem.extras & {"row", "block"})
-        return 104 + 24 * finds_scale * (1 + problem.residual), 0
+        odd_sum = 75 * (single and problem.residual and tile.elements > 40)
+        return 104 + 24 * finds_scale * (1 + problem.residual) + odd_sum, 0
     if tile.path == "ring":
         return 60 - 20 * (tile.elements > 40 and not single), 3.375 + 0.75 * single
     fixed = 37 + 8 * (sm == 10) + 16 * (sm == 12)
