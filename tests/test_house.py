@@ -185,7 +185,7 @@ LIMITS = {
     "README.md": 130,
 }
 # What is above its limit may shrink, and may not grow.
-ABOVE = {"cupynorm": 24_100, "files of cupynorm": 88, "tests": 32_100}
+ABOVE = {"cupynorm": 24_000, "files of cupynorm": 88, "tests": 31_800}
 
 
 def lines_of(paths) -> int:

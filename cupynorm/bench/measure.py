@@ -265,12 +265,12 @@ class Truth:
         shape = (cell.norm, len(self.rows), cell.num_cols, cell.dtype)
         case = Case(*shape, y, cell.parameters, bias, residual=cell.residual, eps=EPS)
         x = self._sampled(tensors.x)
-        # A forward has no dy: its gradients are ignored.
-        dy = np.zeros_like(x) if tensors.dy is None else self._sampled(tensors.dy)
+        dy, is_forward = self._sampled(tensors.dy), tensors.dy is None
         weight, bias = float64(tensors.weight), float64(tensors.bias)
         self.dsum = self._sampled(tensors.dsum)
         self.problem = Problem(case, x, dy, weight, bias, self._sampled(tensors.residual))
-        self.expected = cache(lambda rounded: expect(self.problem, rounded_mean=rounded))
+        options = {"forward_only": is_forward}
+        self.expected = cache(lambda mean: expect(self.problem, rounded_mean=mean, **options))
 
     def _sampled(self, tensor: torch.Tensor | None) -> Any:
         return None if tensor is None else float64(tensor[torch.from_numpy(self.rows)])

@@ -48,24 +48,6 @@ _MESSAGE_SIZE = 4096
 EVENT_BYTES = 40  # of a trace::Event
 
 
-class _Instruments(NamedTuple):
-    """What is compiled into kernels and runtime besides themselves."""
-
-    sanitized: bool = False
-    traced: bool = False
-
-    def of_kernel(self) -> list[str]:
-        # -O0 compiles faster than -Og, and drops no access that a sanitizer should see.
-        return [*self._of_sanitizers("-O0"), *(_TRACE_FLAGS if self.traced else ())]
-
-    def of_runtime(self) -> list[str]:
-        return [*self._of_sanitizers(), *(["-DCUPYNORM_TRACE"] if self.traced else ())]
-
-    def _of_sanitizers(self, *others: str) -> list[str]:
-        shared = ["-shared-libasan"] if _is_clang() else []
-        return [*_SANITIZERS, *shared, *others] if self.sanitized else []
-
-
 _kernels: dict[str, "CpuKernel"] = {}
 
 
@@ -171,14 +153,14 @@ def kernel(
             "env=sanitized_environment()"
         )
     wanted = Kernel(source, name_expression, functors)
-    return _load(*_compile(wanted, _Instruments(sanitized, traced), folder))
+    return _load(*_compile(wanted, _instruments(sanitized, traced), folder))
 
 
 def compile_many(kernels: Iterable[Kernel]) -> Iterator[object]:
     """Compiles installed kernels ahead, by one compiler for each CPU. Yields after each."""
-    _runtime(cuda_src(), _Instruments())  # compiled once, before the threads need it
+    _runtime(cuda_src(), _Flags())  # compiled once, before the threads need it
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(lambda each: _compile(each, _Instruments(), None), kernels)
+        yield from pool.map(lambda each: _compile(each, _Flags(), None), kernels)
 
 
 def compiler() -> str:
@@ -259,15 +241,29 @@ def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, input=text, capture_output=True, env=environment, **encoding)
 
 
-def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> tuple[str, Path]:
+class _Flags(NamedTuple):
+    """Of the compiler, besides the usual ones."""
+
+    of_kernel: tuple[str, ...] = ()
+    of_runtime: tuple[str, ...] = ()
+
+
+def _instruments(sanitized: bool, traced: bool) -> _Flags:
+    both = (*_SANITIZERS, *["-shared-libasan"] * _is_clang()) if sanitized else ()
+    # -O0 compiles faster than -Og, and drops no access that a sanitizer should see.
+    of_kernel = (*both, *["-O0"] * sanitized, *(_TRACE_FLAGS if traced else ()))
+    return _Flags(of_kernel, (*both, *["-DCUPYNORM_TRACE"] * traced))
+
+
+def _compile(kernel: Kernel, added: _Flags, folder: Path | None) -> tuple[str, Path]:
     source, name_expression, functors = kernel.source, kernel.name_expression, kernel.functors
     folder = Path(folder).resolve() if folder else cuda_src()
     if not (folder / source).is_file():
         raise OnCpuError(f"there is no {source} in {folder}; expected a .cu file of it")
-    runtime = _runtime(folder, instruments)
-    flags = [*_FLAGS, *instruments.of_kernel()]
+    runtime = _runtime(folder, added)
+    flags = [*_FLAGS, *added.of_kernel]
     # Instruments name the lines of a file by its path.
-    paths = [str(folder)] if instruments.of_kernel() else []
+    paths = [str(folder)] if added.of_kernel else []
     text = (
         f'#include "cuda_on_cpu.h"\n{nvrtc.includes(kernel)}{functors}'
         'extern "C" const on_cpu::Kernel on_cpu_kernel = '
@@ -278,7 +274,7 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     path = runtime.parent / f"{key}.so"
     if not is_private(path):
         libraries = [str(runtime)]
-        if not instruments.of_kernel() and not _is_clang():
+        if not added.of_kernel and not _is_clang():
             libraries += _LINK_FLAGS
         flags += [f"-I{_headers(folder)}", *include_options(folder)]
         try:
@@ -290,9 +286,9 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     return name_expression, path
 
 
-def _runtime(folder: Path, instruments: _Instruments) -> Path:
+def _runtime(folder: Path, added: _Flags) -> Path:
     """Compiles the scheduler as a separate library, once, because that takes long."""
-    flags = [*_RUNTIME_FLAGS, *instruments.of_runtime()]
+    flags = [*_RUNTIME_FLAGS, *added.of_runtime]
     cache = cache_folder("on_cpu")
     text = f'#include "{_RUNTIME}"\n'
     path = cache / f"runtime-{_digest(folder, text, *flags)}.so"

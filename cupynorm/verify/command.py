@@ -58,12 +58,8 @@ def add_to(commands: Commands) -> None:
     add("--traps", action="store_true", help="data and layouts on which other norms failed")
     norm = "the norm that is checked; by default both"
     add("--norm", choices=NORMS, help=norm)
-    add(
-        "--eps",
-        type=finite,
-        metavar="EPS",
-        help="1e-5, and 1e-12 of the activations that come with the package",
-    )
+    eps = "1e-5, and 1e-12 of the activations that come with the package"
+    add("--eps", type=finite, help=eps)
     parser.set_defaults(run=run)
 
 
