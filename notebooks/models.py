@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import shlex
@@ -373,8 +374,10 @@ class Step:
 
     def quantities(self, model: torch.nn.Module, batch: Batch) -> dict[str, list[torch.Tensor]]:
         """What is compared after a step: loss and gradients, or outputs."""
-        with model.norms():
+        with model.norms() as calls:
             result = self(model, batch)
+        if calls is not None and self.on_gpu and (calls.left or not calls.served):
+            raise RuntimeError(f"not all norms were served:\n{calls}")
         if not self.trains:
             return {"outputs": [result]}
         return {"loss": [result], "gradients": [each.grad for each in model.parameters()]}
@@ -418,14 +421,11 @@ def compare(step: Step, variants: dict[str, torch.nn.Module], phase: Phase) -> d
 def measure(
     subject: Subject, given: argparse.Namespace, bar: tqdm
 ) -> tuple[ModelResult, list[str]]:
-    """One model, and sentences about what failed.
-
-    Each run is first, second, ... equally often, and after each neighbour equally often.
-    """
+    """One model, and sentences about what failed. The runs take turns in every order."""
     result = ModelResult(subject.title, "tiny" if given.quick else subject.about)
     left_out, model = [], make(subject, given)
     variants = {run: variant_of(model, run) for run in (TORCH, FLOAT64, *given.runs[1:])}
-    for name in given.phases:
+    for name in filter(given.phases.__contains__, PHASES):  # inference changes the weights
         step, phase = Step(name, subject, given), Phase()
         if name == "inference" and step.on_gpu:
             for variant in variants.values():
@@ -434,9 +434,10 @@ def measure(
         failed = compare(step, variants, phase)
         left_out += [f"{subject.title}, {name}: {run} failed: {why}" for run, why in failed.items()]
         runs = [run for run in given.runs if run not in failed]
+        orders = [*itertools.permutations(runs)]
         for at in range(NUM_WARM + given.steps):
-            batch, turn = step.batch(model), at % len(runs)
-            for run in (runs[turn:] + runs[:turn])[:: -1 if at % 2 else 1]:
+            batch = step.batch(model)
+            for run in orders[at % len(orders)]:
                 milliseconds = step.timed(variants[run], batch)
                 if at >= NUM_WARM:
                     phase.milliseconds.setdefault(run, []).append(round(milliseconds, 4))
@@ -474,9 +475,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add, listed = parser.add_argument, {"action": Appended}
     names = several(tuple(MODELS))
     add("--models", type=names, default=(*MODELS,), help=f"some of {','.join(MODELS)}", **listed)
-    shown = f"some of {','.join(RUNS)}; always torch"
-    add("--runs", type=several(RUNS), default=RUNS, help=shown, **listed)
-    add("--phases", type=several(PHASES), default=PHASES, help=f"some of {PHASES}", **listed)
+    add("--runs", type=several(RUNS), default=RUNS, help=f"some of {','.join(RUNS)}", **listed)
+    add("--phases", type=several(PHASES), default=PHASES, help="training,inference", **listed)
     add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
     add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
     default = "cuda" if torch.cuda.is_available() else "cpu"

@@ -52,7 +52,7 @@ def choose(
     amax_kernel, kernel = _row_kernels(problem, name, chosen, statistics)
     of_parameters = (None, None)
     if not problem.forward:
-        of_parameters = parameters_instance(problem, keeps_sums(problem, chosen))
+        of_parameters = parameters_instance(problem, keeps_sums(chosen))
     of_rows = (name, chosen, statistics, kernel, smem_bytes, max(1, resident))
     return Choice(*of_rows, *of_parameters, reason, amax_kernel, by_dispatch=tile is None)
 
@@ -256,7 +256,7 @@ def make_plan(
         if choice.by_dispatch and strategy is None and not (problem.forward or sm_margin):
             one = in_one_launch(choice, problem, num_rows)
         launches = (one,) if one else _launches(choice, problem, device, num_rows, sm_margin)
-        if one is None and choice.parameters_kernel and keeps_sums(problem, choice.tile):
+        if one is None and choice.parameters_kernel and keeps_sums(choice.tile):
             num_partials = launches[0].grid_size // choice.tile.cluster_size
     once = _bytes_once(problem, num_rows)
     moved = once + _bytes_moved(choice, problem, num_rows, num_partials)
@@ -278,7 +278,7 @@ def _launches(
         launches = [KernelLaunch(kernel, *shape, **shares) for kernel in kernels]
     if choice.parameters_kernel is not None:
         # Its blocks start while the partial sums are written, which hides the launch.
-        overlaps = keeps_sums(problem, choice.tile) and device.compute_capability >= 90
+        overlaps = keeps_sums(choice.tile) and device.compute_capability >= 90
         most_blocks = None
         if sm_margin:
             most_blocks = (device.num_sms - sm_margin) * choice.parameters_tile.blocks_per_sm
@@ -318,7 +318,7 @@ def _bytes_moved(choice: Choice, problem: Problem, num_rows: int, num_partials: 
         else:
             again = 1 if problem.dx else bool(problem.recomputed) - 1
             moved += again * row_elements * (x_bytes + dy_bytes)
-    if not (problem.forward or keeps_sums(problem, choice.tile)):
+    if not (problem.forward or keeps_sums(choice.tile)):
         reads_dy = problem.dweight or problem.dbias
         moved += row_elements * (x_bytes * bool(problem.dweight) + dy_bytes * bool(reads_dy))
     if choice.amax_kernel is not None:

@@ -145,7 +145,7 @@ def row_instance(
             store = f"FunctorStore<{store}, {problem.store.struct(problem.compute)}>"
         arguments = f"{load_x}, {store}, {cpp_bool(problem.centered)}, Statistics::{statistics}"
     else:
-        sums = keeps_sums(problem, tile)
+        sums = keeps_sums(tile)
         gradients = (
             f"Gradients{{.dx = {cpp_bool(problem.dx)}, "
             f".dweight = {cpp_bool(problem.dweight and sums)}, "

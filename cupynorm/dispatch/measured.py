@@ -89,8 +89,8 @@ def class_of(problem: Problem) -> str | None:
     dtype than x, the scaling, and "amax".
     """
     tensors = [problem.y, problem.dy, problem.dx, problem.dsum]
-    same = set(tensors[1:] if problem.scaling else tensors) - {None, problem.x}
-    if same or "float64" in (problem.x, problem.weight, problem.bias):
+    others = set(tensors[1:] if problem.scaling else tensors) - {None, problem.x}
+    if others or "float64" in (problem.x, problem.weight, problem.bias):
         return None
     if problem.extras - set(_WORDS):
         return None

@@ -124,7 +124,7 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
     return max(num_warps * tile.stages * (parts * sum(images) + 8), sums)
 
 
-def keeps_sums(problem: Problem, tile: Tile) -> bool:
+def keeps_sums(tile: Tile) -> bool:
     """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias."""
     return tile.path != "uncached"
 
@@ -150,8 +150,8 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
 
 
 def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
-    """The registers with which a thread spills nothing, or so few bytes that fewer blocks would be
-    slower (docs/experiments.md). Measured on what the compiler reports.
+    """An estimate, from the compiler's reports, with which a thread spills at most 96 bytes. Fewer
+    blocks without spills are slower (docs/experiments.md).
 
     A thread has a fixed number, some for each element of its row, and some for what is fused.
     Architectures other than sm_90 need a few more.
@@ -173,8 +173,11 @@ def _registers_of_copied(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
     single = tile.pack_size == 1
     if tile.path == "ring" and problem.forward:
         finds_scale = bool(problem.extras & {"row", "block"})
-        odd_sum = 75 * (single and problem.residual and tile.elements > 40)
-        return 104 + 24 * finds_scale * (1 + problem.residual) + odd_sum, 0
+        fixed = 104 + 24 * finds_scale * (1 + problem.residual)
+        if tile.elements > 40 and tile.pack_size * problem.itemsize < 16:
+            fixed += (75 if single else 8) * problem.residual
+            fixed += single * ("row" in problem.extras) * max(0, 1.5 * tile.elements - 56)
+        return fixed, 0
     if tile.path == "ring":
         return 60 - 20 * (tile.elements > 40 and not single), 3.375 + 0.75 * single
     fixed = 37 + 8 * (sm == 10) + 16 * (sm == 12)
@@ -182,7 +185,7 @@ def _registers_of_copied(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
         return fixed, 5.2 if problem.x == "float16" else 4.7
     is_small = tile.pack_size * problem.itemsize < 8 and 1 < tile.threads_per_row < 32
     fixed += is_small * (7 + 20 * (problem.has_wide_parameters or problem.itemsize == 4))
-    return fixed + 24 * problem.residual, 1.9
+    return fixed + problem.residual * max(24, tile.elements), 1.9
 
 
 def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, float]:

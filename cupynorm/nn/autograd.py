@@ -148,7 +148,7 @@ def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
 
 def _key_of(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
-    residual. None: on more."""
+    residual. None if it depends on more."""
     input, weight, bias, residual, out, out_sum, scale, amax, own = operands
     _, _, eps, _, _, _, quantization, *_ = options
     has_no_more = out is out_sum is scale is amax is own is None
@@ -212,8 +212,8 @@ def forward_again(
 ) -> Callable[..., tuple | None]:
     """What runs a forward like one before, which is_repeatable: the fields of a Forward.
 
-    Its arguments: (input, weight, bias, residual), and what is equal to given. The same of them are
-    None each time. It returns None where what is given or a layout differs, or an address is no
+    Its arguments: (input, weight, bias, residual), and what is equal to given. Which of them are
+    None never changes. It returns None where what is given or a layout differs, or an address is no
     multiple of 16. operands: those of the first. count: of such runs.
     """
     read, index = launches.read, launches.device_index
@@ -304,7 +304,9 @@ def is_repeatable(launches: Prepared | None, operands: tuple) -> bool:
     if launches is None or not launches.is_simple():
         return False
     tensors = launches.read(operands)
-    return all(each is not None and not each.data_ptr() & 15 for each in tensors)
+    if any(each is None or each.data_ptr() & 15 for each in tensors):
+        return False
+    return same_layouts(tensors)(*tensors)  # False if one is given twice
 
 
 # Eager.

@@ -42,6 +42,7 @@ from .private import is_forward_mode
 
 DEVICE = "CUDA"  # tests set "CPU"
 _MOST_ALIKE = 8  # calls of one key whose tensors differ
+_MOST_REASONS = 100  # that are counted each
 
 _Kernel = Callable[..., Any]
 _is_grad_enabled = torch.is_grad_enabled
@@ -61,7 +62,7 @@ def _runner(
 ) -> Callable[..., tuple | None]:
     """A function that returns what a call returns, and None where our checks refuse it.
 
-    Its arguments: a key, the operands, and what else counts beside the layouts of the operands.
+    Its arguments: a key, the operands, and the others, which must be equal in a repeated call.
 
     name: in the counts. prepare: makes a prepared call, and its own operands. repeating:
     forward_again or backward_again. counts_left: False where another operator then counts the call.
@@ -80,9 +81,9 @@ def _runner(
             if not operands[0].numel():
                 raise ValueError("no elements")
             prepared, checked = prepare(operands, *given)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError) as error:
             if counts_left:
-                _left[name, printable(error)] += 1
+                _leave(name, error)
             return None
         count[0] += 1
         launches = prepared if isinstance(prepared, Prepared) else prepared.on_gpu
@@ -92,6 +93,11 @@ def _runner(
         return prepared.run(checked)
 
     return run
+
+
+def _leave(name: str, error: Exception) -> None:
+    why = printable(error) if len(_left) < _MOST_REASONS else "other reasons"
+    _left[name, why] += 1
 
 
 def _prepare_forward(
@@ -176,6 +182,8 @@ def rms_norm(former: _Kernel) -> _Kernel:
         if (
             x.__class__ not in PLAIN
             or weight.__class__ not in PLAIN
+            or x.is_complex()  # torch has own operations for these, and for channels_last
+            or (x.ndim > 3 and not x.is_contiguous())
             or num_dispatch_modes()
             or has_functorch_transforms()
             or is_forward_mode()
@@ -200,7 +208,7 @@ def _recorded_of_two_dtypes(
     try:
         made = normalize(ForwardRequest(ForwardOperands(x, weight), options))
     except (TypeError, ValueError) as error:
-        _left["rms_norm", printable(error)] += 1
+        _leave("rms_norm", error)
         return None
     _served["rms_norm"][0] += 1
     return made
@@ -213,7 +221,8 @@ class Enabled:
     """Which calls of torch's norms our kernels computed, and which torch. Prints as a table.
 
     served: calls by operator. left: calls by operator and reason. Both count since the kernels were
-    put in place, in the whole process. Replays of CUDA graphs and compiled calls do not count.
+    last put in place, in the whole process. Replays of CUDA graphs, compiled calls, and norms that
+    torch splits into other operators do not count.
     """
 
     @property
@@ -270,7 +279,7 @@ def _switch(is_on: bool, num_blocks: int) -> Enabled:
 
 
 def _overrides() -> torch.library.Library | None:
-    """The library that holds them; None where torch has no tensors that they could serve."""
+    """The library that holds them; None if this torch was built without CUDA."""
     if private.fused_rms_norm is None or not hasattr(torch.library, "get_kernel"):
         raise nvrtc.MissingLibraryError(
             f"torch {torch.__version__} is installed; enable() needs 2.9 or later: "

@@ -10,15 +10,15 @@ from ..gpu import arrays, launch
 from .arguments import Call
 from .request import Array
 
-# By a key of all that a prepared call depends on: forwards and backwards (calls.py), torch's calls
-# like the last one of their kind (nn/autograd.py), and calls on matrices (quantized.py). By numbers
-# of elements: calls of aten's operators (nn/enable.py).
+# By a key of all that a prepared call depends on: forwards and backwards (calls.py), and calls on
+# matrices (quantized.py). By a smaller key, beside which the layouts of tensors are compared: calls
+# on torch tensors (nn/autograd.py), and of each of aten's operators (nn/enable.py).
 forwards: dict[tuple, Any] = {}
 backwards: dict[tuple, Any] = {}
 repeated: dict[tuple, Any] = {}
 matrices: dict[tuple, Any] = {}
 of_aten: dict[str, dict[tuple, tuple]] = {}
-# Then all are dropped: a program with new shapes in each call must not fill the memory.
+# A cache with so many is emptied: a program with new shapes in each call must not fill the memory.
 _MOST = 4096
 
 

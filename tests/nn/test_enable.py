@@ -65,7 +65,7 @@ def norm(centered, x, weight, bias):
 
 
 def gradients(centered, x, weight, bias):
-    """y, and the gradients of what requires one, by an upstream gradient that is y's twice."""
+    """y, and the gradients of what requires one, by an upstream gradient of 2."""
     given = [each for each in (x, weight, bias if centered else None) if each is not None]
     y = norm(centered, x, weight, bias)
     return [y, *torch.autograd.grad(y, given, torch.ones_like(y) * 2)]
@@ -428,6 +428,34 @@ def test_what_is_left_goes_to_the_kernel_that_was_there(place):
         assert len(theirs) == 3
     finally:
         library._destroy()
+
+
+def test_norms_that_torch_splits_stay_torchs(place):
+    """Complex ones, and rows of channels_last, whose result keeps its strides."""
+    x = torch.randn(4, 8, dtype=torch.complex64, device=place, requires_grad=True)
+    pixels = torch.randn(2, 5, 3, 4, device=place).to(memory_format=torch.channels_last)
+
+    def run():
+        y = F.rms_norm(x, (8,))
+        (gradient,) = torch.autograd.grad(y.abs().sum(), x)
+        return y, gradient, F.rms_norm(pixels, (4,))
+
+    expected = run()
+    with cupynorm.enabled():
+        made = run()
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.stride() == other.stride()
+
+
+def test_a_tensor_that_is_given_twice(place):
+    x, weight, _ = tensors(place, torch.float32, grad=False)
+    expected = F.layer_norm(x, (64,), weight, weight)
+    with cupynorm.enabled() as calls:
+        for _ in range(3):
+            assert_near([F.layer_norm(x, (64,), weight, weight)], [expected], torch.float32)
+    assert calls.served == {"layer_norm": 3}
+    assert not any(prepared.of_aten["native_layer_norm"].values())
 
 
 def test_nested_blocks_and_switches(place):
