@@ -64,7 +64,8 @@ def test_no_chosen_kernel_spills_much(compute_capability, part):
         assert 0 < used.registers <= 255, found[kernel]
         if "double" not in kernel.name_expression:
             frame = f"{found[kernel]}: a stack frame of {used.stack_bytes} bytes"
-            assert used.stack_bytes <= used.spill_store_bytes, frame
+            # A frame is made of units of 8 bytes.
+            assert used.stack_bytes <= -(-used.spill_store_bytes // 8) * 8, frame
 
 
 def spills_much(used) -> bool:
