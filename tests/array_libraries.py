@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cupynorm
+from cupynorm.dtypes import compute_dtype
 from cupynorm.gpu import arrays
 from cupynorm.verify.cases import Problem
 
@@ -84,7 +85,7 @@ def api_results(problem: Problem, lib) -> dict[str, np.ndarray]:
         values = getattr(problem, name)
         return None if values is None else lib.put(values, dtype)
 
-    x, dy, residual = put("x", case.x), put("dy", case.dtype("y")), put("residual", case.x)
+    x, dy, residual = put("x", case.x), put("dy", case.dtype("y")), put("residual", case.added)
     weight, bias = put("weight", case.dtype("weight")), put("bias", case.dtype("bias"))
     forward = api(case.norm, "forward")(
         x,
@@ -94,10 +95,15 @@ def api_results(problem: Problem, lib) -> dict[str, np.ndarray]:
         eps=case.eps,
         residual=residual,
         zero_centered_weight=case.zero_centered_weight,
+        round_x_hat=case.round_x_hat,
         out_dtype=case.y,
         launch=cupynorm.Launch(case.strategy, statistics=case.statistics),
     )
     statistics = (forward.mean, forward.rstd) if centered else (forward.rstd,)
+    own = {}
+    if case.has_own_sum:
+        own = {"gradients": ("dx", "dweight", "dbias", "dresidual"), "dx_dtype": case.x}
+        own["dresidual_dtype"] = case.added
     backward = api(case.norm, "backward")(
         dy,
         forward.sum,
@@ -107,10 +113,14 @@ def api_results(problem: Problem, lib) -> dict[str, np.ndarray]:
         zero_centered_weight=case.zero_centered_weight,
         launch=cupynorm.Launch(case.strategy),
         dbias_dtype=case.dtype("bias"),
+        dsum=put("dsum", case.sum),
+        **own,
     )
+    assert arrays.dtype_name(forward.rstd) == compute_dtype(case.sum).name
     results = {"y": forward.y, "rstd": forward.rstd, "dx": backward.dx}
     results |= {"mean": forward.mean} if centered else {}
     results |= {"dweight": backward.dweight} if weight is not None else {}
     results |= {"dbias": backward.dbias} if bias is not None else {}
     results |= {"sum": forward.sum} if residual is not None else {}
+    results |= {"dresidual": backward.dresidual} if own else {}
     return {name: lib.get(value) for name, value in results.items()}

@@ -69,14 +69,16 @@ def test_a_weight_that_stands_twice_is_named():
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("shape", "num_cols"), [((0, 64), 64), ((4, 0, 64), 64), ((3, 0), 0)])
-def test_empty_results_have_the_strides_of_new_arrays(shape, num_cols, norm):
+def test_empty_results_have_the_strides_of_new_arrays(shape, num_cols, norm, anywhere, request):
     def check(array):
         if isinstance(array, torch.Tensor):
             assert array.stride() == torch.empty(array.shape, device="meta").stride()
         else:
             assert array.strides == np.empty(array.shape, array.dtype).strides
 
-    for x in torch.zeros(shape, dtype=torch.bfloat16), np.zeros(shape, np.float32):
+    given = [torch.zeros(shape, dtype=torch.bfloat16, device=anywhere)]
+    given += [np.zeros(shape, np.float32)] * request.node.callspec.id.count("reference")
+    for x in given:
         result = getattr(cupynorm, f"{norm}_forward")(x, num_cols, residual=x)
         statistics = [each for each in (result.mean, result.rstd) if each is not None]
         made = getattr(cupynorm, f"{norm}_backward")(x, x, num_cols, *statistics)
@@ -85,10 +87,16 @@ def test_empty_results_have_the_strides_of_new_arrays(shape, num_cols, norm):
         for scale in (None, "row", "block"):
             how = cupynorm.Quantize("float8_e5m2", scale, transpose=scale is None)
             quantized = getattr(cupynorm, norm)(x, num_cols, out_dtype=how)
-            assert quantized.dequantize().shape == shape
+            assert quantized.dequantize().shape == quantized.shape == shape
             for array in (quantized.data, quantized.scale_inv, quantized.transposed):
                 if array is not None:
                     check(array)
+    x = given[0].requires_grad_()
+    options = {"residual": x.detach().float(), "fuse": cupynorm.functors.dropout(0.5)}
+    y, added = getattr(cupynorm, norm)(x, num_cols, return_residual=True, **options)
+    assert y.shape == added.shape == shape and added.dtype == torch.float32
+    y.sum().backward()
+    assert x.grad.shape == shape
 
 
 @pytest.mark.parametrize("kind", ["large", "small", "NaN", "constant"])

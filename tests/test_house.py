@@ -42,7 +42,7 @@ def folder_of(name: str) -> str:
 @cache
 def nodes(text: str) -> list[tuple[ast.AST, bool]]:
     """All of a file of Python, and whether each is outside of functions."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
     found = [(ast.parse(text), True)]
     for node, is_top in found:  # it grows
         is_top = is_top and not isinstance(node, kinds)
@@ -185,7 +185,7 @@ LIMITS = {
     "README.md": 130,
 }
 # What is above its limit may shrink, and may not grow.
-ABOVE = {"cupynorm": 24_000, "files of cupynorm": 88, "tests": 31_800}
+ABOVE = {"cupynorm": 24_000, "files of cupynorm": 88, "tests": 31_200}
 
 
 def lines_of(paths) -> int:

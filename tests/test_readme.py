@@ -291,14 +291,19 @@ def test_the_extras_of_the_install_page_are_those_of_pyproject():
     assert {name for names in named for name in names.split(",")} == set(extras)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "torch_compile"), id=path.stem)
+        for path in DOCUMENTS
+        if path.parent == ROOT / "docs"
+    ],
+)
 def test_code_of_the_documents_runs(path):
     """Blocks of Python in docs/, each from the top of its page on.
 
     tests/nn/test_decode_graph.py runs the block that needs a GPU.
     """
-    if path.parent != ROOT / "docs":
-        return
     code = r"^```python\n(.*?)^```$"
     blocks = re.findall(code, path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     names: dict[str, object] = {}

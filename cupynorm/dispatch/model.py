@@ -185,7 +185,8 @@ def _registers_of_copied(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
         return fixed, 5.2 if problem.x == "float16" else 4.7
     is_small = tile.pack_size * problem.itemsize < 8 and 1 < tile.threads_per_row < 32
     fixed += is_small * (7 + 20 * (problem.has_wide_parameters or problem.itemsize == 4))
-    return fixed + problem.residual * max(24, tile.elements), 1.9
+    each = 1.9 + 0.25 * (tile.threads_per_row == 1)
+    return fixed + problem.residual * max(24, tile.elements), each
 
 
 def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, float]:
@@ -210,7 +211,8 @@ def _registers_of_loaded(problem: Problem, sm: int, tile: Tile) -> tuple[float, 
             return min(32 + few, 128 - elements), 1.0
         fixed = 47.5 - 16 * tile.exact + 8 * (sm != 9)
         return fixed + ("block" in fused and lanes) * (8 + 22 * (elements > 32)), 1.26
-    each = {2: 1.0, 4: 1.25, 8: 2.5}[itemsize] + 1.5 * single + 0.15 * (long and itemsize == 2)
+    each = {2: 1.0, 4: 1.25, 8: 2.5}[itemsize] + 1.5 * single + small * wide
+    each += small * lanes * (elements > 32) + 0.15 * (long and itemsize == 2)
     fixed = 40 + 8 * single + small * (6 + 2 * max(0, elements - 32))
     fixed += 14 * (lanes and elements > 32)
     fixed += 8 * wide + 8 * problem.residual * (1 + (elements > 24)) + 16 * ("input" in fused)

@@ -1,43 +1,16 @@
-"""model.py: rings, bundles and scales of blocks that a kernel can do."""
+"""model.py: bundles and scales of blocks that a kernel can do."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from plan_problems import A100, H200, QUANTIZED, RING, RTX_4090, RTX_5090, backward, forward
+from plan_problems import H200, QUANTIZED, RING, backward, forward
 
-from cupynorm.dispatch.model import can_bundle, can_ring, scales_at_once
+from cupynorm.dispatch.model import can_bundle, scales_at_once
 from cupynorm.dispatch.problem import Layout, Problem, Tile
 
 STREAM = {"input": "bfloat16", "residual_dtype": "float32"}
-
-
-def test_problems_that_can_use_a_ring():
-    for problem in (
-        forward(x="float32", residual=True),
-        forward(weight="float64"),
-        forward(**QUANTIZED),
-        backward(dsum="bfloat16"),
-        backward(recomputed="bfloat16", bias="bfloat16"),
-    ):
-        assert can_ring(problem, H200) and can_ring(problem, RTX_5090), problem
-        assert not can_ring(problem, A100) and not can_ring(problem, RTX_4090)
-    assert not can_ring(forward(x="float64"), H200) and not can_ring(forward(**STREAM), H200)
-
-
-def test_problems_that_can_use_bundles():
-    for problem in (
-        forward(127),
-        forward(127, "float32"),
-        forward(127, residual=True),
-        forward(127, weight="float64", bias=None),
-        forward(127, round_x_hat="bfloat16"),
-        backward(127),
-        backward(127, dsum="bfloat16"),
-    ):
-        assert can_bundle(problem, H200), problem
-        assert not can_bundle(problem, A100)
 
 
 @pytest.mark.parametrize(
@@ -64,20 +37,6 @@ def test_problems_that_cannot_use_bundles(problem):
 
 def quantized(scaling: str | None, num_cols: int = 4096, **changes: object) -> Problem:
     return forward(num_cols, y="float8_e4m3fn", scaling=scaling, **changes)
-
-
-def test_scales_that_belong_to_no_block_of_columns():
-    """A scale of the whole tensor takes two launches; a given scale or one of a row takes one."""
-    for tile, strategy in (
-        (Tile(8, 128, 4, path="registers"), "block"),
-        (Tile(8, 512, path="smem"), "block"),
-        (Tile(8, 512, path="uncached"), "uncached"),
-        (RING, "block"),
-    ):
-        assert scales_at_once(quantized("given"), tile, strategy)
-        assert scales_at_once(quantized("row"), tile, strategy)
-        assert scales_at_once(forward(), tile, strategy)
-        assert not scales_at_once(quantized("tensor"), tile, strategy)
 
 
 @pytest.mark.parametrize(

@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from plan_problems import pack_limit
 
-from cupynorm.dispatch.problem import Layout, Tile
+from cupynorm.dispatch.problem import Tile
 from cupynorm.plans import plan
-
-
-@pytest.mark.parametrize(
-    ("num_cols", "operand", "expected"),
-    [
-        (768, (256, 768, 2), 16),
-        (1000, (256, 1000, 2), 8),
-        (1023, (256, 1023, 2), 1),
-        (768, (16, 0, 4), 16),  # 16 bytes are enough for any pack
-        (768, (8, 0, 4), 2),
-        (768, (256, 770, 2), 2),
-        (768, (256, -768, 2), 16),
-    ],
-)
-def test_pack_limit(num_cols, operand, expected):
-    """The largest power of two that divides num_cols and keeps every pack aligned."""
-    assert pack_limit(num_cols, [operand]) == expected
-    # The worst of all tensors counts, whichever it is.
-    odd = (2, 0, 2)
-    assert pack_limit(num_cols, [operand, odd]) == pack_limit(num_cols, [odd, operand]) == 1
 
 
 def packs_fit(num_cols, layouts, pack_size):
@@ -38,11 +17,6 @@ def packs_fit(num_cols, layouts, pack_size):
         ):
             return False
     return num_cols % pack_size == 0
-
-
-def test_a_layout_without_operands_is_refused():
-    with pytest.raises(ValueError, match="operands is empty"):
-        Layout.of(768, ())
 
 
 def test_pack_limit_is_the_largest_aligned_pack():

@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
-from plan_problems import problem_of_row, widths_of_row
+from plan_problems import DIRECTIONS, problem_of_row, widths_of_row
 
 import cupynorm
 from cupynorm import plans
@@ -19,21 +18,15 @@ from cupynorm.dispatch.dispatch import choose
 from cupynorm.dispatch.measured import (
     FILES,
     class_of,
-    key_of,
-    measured_tile,
     read_rows,
     row_for,
     tile_of,
     write_rows,
 )
 from cupynorm.dispatch.model import check_tile
-from cupynorm.dispatch.problem import PATHS_OF_STRATEGY, Layout, Tile
-from cupynorm.gpu import on_cpu
+from cupynorm.dispatch.problem import PATHS_OF_STRATEGY, Tile
 from cupynorm.norm import prepared
 from cupynorm.plans import plan
-from cupynorm.verify.cases import Case, random_problem
-from cupynorm.verify.kernels import CpuMachine, run_kernels
-from cupynorm.verify.results import judge_all
 
 FOLDER = Path(cupynorm.__file__).parent / "dispatch"
 E4M3 = "float8_e4m3fn"
@@ -90,45 +83,15 @@ def test_reason_of_a_plan_names_the_table():
         assert not choose(problem, DEVICES["B200"]).reason.startswith("measured")
 
 
-def test_a_row_that_fills_a_ring_is_not_of_its_range():
-    """Backward, 24,576 columns fill deep rings of clusters of 8 blocks; 24,584 columns do not."""
-    tiles = {
-        num_cols: plan(num_cols, 1 << 16, direction="backward", device="H200").tile
-        for num_cols in (24576, 24584)
-    }
-    assert (tiles[24576].exact, tiles[24576].cluster_size, tiles[24576].stages) == (1, 8, 4)
-    assert (tiles[24584].exact, tiles[24584].cluster_size) == (0, 2)
-
-
-def test_classes():
-    made = plan(1024, device="H200").problem
-    assert class_of(made) == "16 bytes" and key_of(made) == (
-        "forward",
-        "layer_norm",
-        "bfloat16",
-        "16 bytes",
-    )
-    for changes, expected in (
-        ({"residual": True}, "16 bytes residual"),
-        ({"weight": "float32"}, "16 bytes wide"),
-        ({"weight": None, "bias": None}, "16 bytes"),
-        ({"y": E4M3, "scaling": "given", "amax": True}, "16 bytes given amax"),
-        ({"layout": Layout(2, contiguous=True)}, "4 bytes"),
-        ({"y": "float32"}, None),
-        ({"input": "float16"}, None),
+def test_classes_that_have_no_rows():
+    made = {each: plan(1024, device="H200", direction=each).problem for each in DIRECTIONS}
+    assert all(map(class_of, made.values()))
+    for direction, changes in (
+        ("forward", {"y": "float32"}),
+        ("forward", {"input": "float16"}),
+        ("backward", {"recomputed": "bfloat16"}),
     ):
-        assert class_of(replace(made, **changes)) == expected, changes
-    backward = plan(1024, device="H200", direction="backward").problem
-    assert class_of(replace(backward, dsum="bfloat16")) == "16 bytes dsum"
-    assert class_of(replace(backward, dx=None)) == "16 bytes"
-    assert class_of(replace(backward, recomputed="bfloat16")) is None
-
-
-def test_rows_with_gaps_take_no_bundle_of_a_file():
-    row = next(row for row in ROWS if row.path == "bundle")
-    problem = problem_of_row(row, *row.keys[0][1:3], widths_of_row(row)[0])
-    apart = replace(problem, layout=replace(problem.layout, contiguous=False))
-    assert tile_of([row], problem, DEVICES["H200"]) and not tile_of([row], apart, DEVICES["H200"])
+        assert class_of(replace(made[direction], **changes)) is None
 
 
 def test_long_threads_want_all_parameters():
@@ -143,21 +106,12 @@ def test_long_threads_want_all_parameters():
     assert found
 
 
-def test_other_devices_have_no_rows():
-    problem = plan(1024, device="H200").problem
-    assert all(
-        measured_tile(problem, DEVICES[name]) is None
-        for name in DEVICES
-        if name not in FILES["h200.csv"]
-    )
-
-
 @pytest.mark.parametrize("changes", ({"clusters": ((2, 66),)}, {"smem_per_block": 101376}), ids=str)
 def test_a_device_of_the_same_name_that_can_do_less_has_rows_that_fit(changes):
     """A tile of the file may have clusters, or shared memory, that the device has not."""
     less = replace(DEVICES["H200"], **changes)
     differ = 0
-    for direction, num_cols in product(("forward", "backward"), (1000, 9008, 12288, 51204, 131072)):
+    for direction, num_cols in product(DIRECTIONS, (1000, 9008, 12288, 51204, 131072)):
         made = plan(num_cols, device=less, direction=direction)
         check_tile(made.problem, made.strategy, made.tile, less)
         whole = plan(num_cols, device="H200", direction=direction)
@@ -253,35 +207,3 @@ def test_without_a_gpu_a_data_file_is_for_any_device(own, monkeypatch):
     found = choose(problem, DEVICES["B200"])
     assert (found.tile, found.reason) == (row.tile(problem), "from h200.csv")
     assert not choose(problem, DEVICES["A100"]).reason.startswith("from")
-
-
-def _no_compiler() -> str:
-    try:
-        on_cpu.compiler()
-    except on_cpu.NoCompilerError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler() or "there is a compiler")
-@pytest.mark.parametrize(
-    "words",
-    ["registers,warp,1024,1024,1,8,32,2,1,2,0,0,,", "ring,block,1024,1024,1,8,64,2,1,1,2,0,,"],
-    ids=["registers", "ring"],
-)
-def test_results_under_a_data_file(own, words):
-    """Right, with the same bits for any order of threads, alone and in a batch."""
-    own.write_text(f"{HEADER}\nbackward,layer_norm,bfloat16,16 bytes,{words}\n")
-    cupynorm.use_tiles(own)
-    assert plan(1024, device=H200, direction="backward").reason == "from own.csv"
-    whole = random_problem(Case("layer_norm", 19, 1024, "bfloat16"))
-
-    def rows(chosen):
-        case = replace(whole.case, num_rows=len(whole.x[chosen]))
-        return replace(whole, case=case, x=whole.x[chosen], dy=whole.dy[chosen])
-
-    got, again = (run_kernels(whole, CpuMachine(seed=seed)) for seed in (1, 2))
-    assert all(found.ok for found in judge_all(whole, got))
-    assert all(np.array_equal(got[name], again[name]) for name in got)
-    part = run_kernels(rows(slice(3, 9)), CpuMachine())
-    assert all(np.array_equal(part[name], got[name][3:9]) for name in ("y", "mean", "rstd", "dx"))

@@ -7,13 +7,9 @@ from dataclasses import replace
 
 import pytest
 from plan_problems import (
-    A100,
     GPUS,
     H200,
-    QUANTIZED,
     RING,
-    RTX_4090,
-    RTX_5090,
     backward,
     forward,
     problem_of,
@@ -31,62 +27,6 @@ from cupynorm.dispatch.model import (
     warps_that_fit,
 )
 from cupynorm.dispatch.problem import SCALINGS, Tile
-
-
-@pytest.mark.parametrize(
-    ("registers", "warps"),
-    [(8, 256), (32, 64), (33, 48), (56, 36), (64, 32), (128, 16), (168, 12), (255, 8), (257, 0)],
-)
-def test_warps_that_fit(registers, warps):
-    """A quarter of 65536 registers holds whole warps of 32 threads; registers come in eights."""
-    assert warps_that_fit(H200, registers) == warps
-
-
-@pytest.mark.parametrize("device", [H200, A100, RTX_4090], ids=lambda device: device.name)
-def test_blocks_that_fit(device):
-    """16 elements of a plain forward are 16 registers beside 40: 36 warps, 9 blocks of 4 warps."""
-    tile = Tile(8, 128, 2, path="registers")
-    assert registers_of_thread(forward(2040), device, tile) == 56
-    assert blocks_that_fit(forward(2040), device, tile) == 9
-    # No more than 32 blocks, although 40 would have registers.
-    assert blocks_that_fit(forward(248), device, Tile(8, 32, 1, path="registers")) == 32
-    few = replace(device, threads_per_sm=1024)
-    assert blocks_that_fit(forward(2040), few, tile) == 8
-
-
-PATHS = {
-    "forward": (forward, Tile(8, 128, 1, path="registers")),
-    "forward of float32": (
-        lambda num_cols: forward(num_cols, "float32"),
-        Tile(4, 128, 1, path="registers"),
-    ),
-    "forward of single elements": (forward, Tile(1, 128, 1, path="registers")),
-    "forward to 8 bits": (
-        lambda num_cols: forward(num_cols, **QUANTIZED),
-        Tile(8, 128, 1, path="registers"),
-    ),
-    "backward": (backward, Tile(4, 128, 1, path="registers")),
-    "ring": (forward, Tile(8, 128, 1, stages=2, path="ring")),
-    "backward ring": (backward, Tile(4, 128, 1, stages=2, path="ring")),
-    "bundle": (forward, Tile(1, 32, 1, 4, stages=2, bundle=4, path="bundle")),
-    "backward bundle": (backward, Tile(1, 32, 1, 4, stages=2, bundle=4, path="bundle")),
-}
-
-
-@pytest.mark.parametrize("device", [H200, A100, RTX_5090], ids=lambda device: device.name)
-@pytest.mark.parametrize("path", PATHS)
-def test_more_packs_need_more_registers_and_leave_fewer_blocks(path, device):
-    problem_of, tile = PATHS[path]
-    needed, blocks = [], []
-    for packs in range(2, 26, 2):
-        longer = replace(tile, packs_per_thread=packs)
-        problem = problem_of(longer.cols - tile.pack_size // 2)
-        needed.append(registers_of_thread(problem, device, longer))
-        blocks.append(blocks_that_fit(problem, device, longer))
-    assert needed == sorted(needed) and needed[-1] > needed[0]
-    assert blocks == sorted(blocks, reverse=True)
-    # A register holds at most two elements.
-    assert needed[-1] >= 24 * tile.pack_size / 2
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -120,6 +60,10 @@ def test_shared_memory_that_fits():
     assert fits_smem(device, 100_000, 2) and not fits_smem(device, 100_001, 1)
     assert not fits_smem(replace(device, smem_per_sm=202_047), 100_000, 2)
     assert fits_smem(device, 0, 197) and not fits_smem(device, 0, 198)
+    # No more than 32 blocks, although 40 would have registers.
+    assert blocks_that_fit(forward(248), H200, Tile(8, 32, 1, path="registers")) == 32
+    few = replace(H200, threads_per_sm=1024)
+    assert blocks_that_fit(forward(2040), few, Tile(8, 128, 2, path="registers")) == 8
 
 
 def test_shared_memory_by_hand():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import fields, replace
 
 import pytest
-from plan_problems import CUDA_SRC, DIRECTIONS, TABLE, problem_of
+from plan_problems import CUDA_SRC, TABLE, problem_of
 
 from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.dispatch import make_plan
 from cupynorm.dispatch.problem import PATHS, PATHS_OF_STRATEGY, Tile
-from cupynorm.plans import plan
 
 
 def test_cpp_of_a_tile_has_the_fields_of_tile_cuh_in_order():
@@ -47,11 +45,3 @@ def test_a_path_is_checked_although_an_equal_tile_has_fitted():
     assert make_plan(*given, strategy="warp", tile=tile)
     with pytest.raises(ValueError, match="path 'ring'; expected one of registers, bundle"):
         make_plan(*given, strategy="warp", tile=replace(tile, path="ring"))
-
-
-def test_text_of_a_tile_names_its_path():
-    for name, direction in itertools.product(("H200", "A100"), DIRECTIONS):
-        for num_cols in (3, 64, 127, 1024, 4096, 16384, 65536, 1 << 20):
-            made = plan(num_cols, device=name, direction=direction)
-            assert f"path {made.tile.path}" in str(made.tile)
-            assert made.tile.path in PATHS_OF_STRATEGY[made.strategy]

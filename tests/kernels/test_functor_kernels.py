@@ -191,6 +191,25 @@ def test_broadcast_arrays(shape, library):
     assert (np.abs(of_gate - right) <= 2.0**-24 * terms.size / right.size * size).all()
 
 
+@pytest.mark.parametrize("layout", ["transposed", "expanded"])
+def test_leading_dimensions_of_any_strides(layout, library):
+    """The same bits as with a contiguous array."""
+    generator = np.random.default_rng(8)
+    x, gate = (generator.standard_normal((2, 7, 3, NUM_COLS)).astype("float32") for _ in range(2))
+    gate = library.asarray(gate)
+    if layout == "transposed":
+        gate = library.ascontiguousarray(gate.swapaxes(0, 1)).swapaxes(0, 1)
+    else:
+        gate = library.broadcast_to(gate[:1, :, :1], x.shape)
+    given = gate, library.ascontiguousarray(gate)
+    results = (
+        through_the_api(library, library.asarray(x), functors.silu_gate(each), "float32")
+        for each in given
+    )
+    for got, right in zip(*results):
+        assert got.tobytes() == right.tobytes()
+
+
 # Several functors.
 
 SHIFTED = cupynorm.functor(  # its backward reads no x

@@ -10,7 +10,6 @@ import pytest
 from kernel_checks import (
     OF_A_ROW,
     assert_identical,
-    assert_right,
     check,
     only_rows,
     run,
@@ -25,7 +24,6 @@ from cupynorm.dispatch.strategies import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
 from cupynorm.verify.cases import NORMS, Case, random_problem
 from cupynorm.verify.kernels import CpuMachine, GpuCheckMachine, run_kernels
-from cupynorm.verify.results import CheckResult, judge_all
 
 ORDER = list(STRATEGIES)
 
@@ -192,20 +190,6 @@ def test_few_rows_have_the_bits_of_many(case, where):
     assert sources == ["backward_few.cu", "backward_parameters.cu"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at", range(12))
-def test_more_lanes_for_few_rows_change_no_bits(at, where):
-    num_cols = (16, 24, 32, 64, 96, 128, 160, 250, 256, 320, 512, 640)[at]
-    dtype, norm = ("bfloat16", "float32", "float64")[at % 3], NORMS[at // 3 % 2]
-    of_many = plan(num_cols, 2**24, dtype, norm=norm, device=where.device)
-    options = {"strategy": of_many.strategy, "tile": of_many.tile}
-    problem = random_problem(Case(norm, 5, num_cols, dtype), seed=num_cols)
-    own = run_kernels(problem, where)
-    forced = run(replace(problem, case=replace(problem.case, **options)), where)
-    assert_identical(own, forced, {"y", "mean", "rstd"})
-    assert plan(num_cols, 5, dtype, norm=norm, device=where.device).tile.cols == of_many.tile.cols
-
-
 @pytest.mark.parametrize("tile", [Tile(8, 8, 4, 8, exact=1), Tile(8, 16, 2, 4, exact=1)], ids=str)
 @pytest.mark.parametrize("residual", [False, "float32"])
 def test_lanes_change_no_bits_of_y(tile, residual, where):
@@ -213,16 +197,3 @@ def test_lanes_change_no_bits_of_y(tile, residual, where):
     problem = random_problem(case)
     forced = replace(problem, case=replace(case, tile=tile))
     assert_identical(run(problem, where), run(forced, where), {"y", "sum", "mean", "rstd"})
-
-
-@pytest.mark.parametrize("tensor", ["y", "mean", "rstd", "dx", "dweight", "dbias"])
-def test_one_wrong_element_is_seen(tensor):
-    problem = random_problem(Case("layer_norm", 4, 100, "float32"))
-    results = run_kernels(problem, CpuMachine())
-    assert_right(problem, results, CpuMachine())
-    wrong = results[tensor].reshape(-1)
-    wrong[-1] = wrong[-1] * (1 + 1e-4) + 1e-4
-    off = [
-        found.tensor for found in CheckResult(judge_all(problem, results)).findings if not found.ok
-    ]
-    assert off == [tensor]

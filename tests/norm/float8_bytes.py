@@ -7,7 +7,7 @@ import pytest
 from quantized_calls import How, expected
 
 import cupynorm
-from cupynorm.dtypes import compute_dtype
+from cupynorm.dtypes import DTYPES, compute_dtype
 from cupynorm.gpu import arrays
 from cupynorm.norm import prepared
 from cupynorm.norm.quantized import QuantizedTensor
@@ -87,6 +87,15 @@ def assert_exact(
     assert same_floats(numpy(made.scale_inv), truth.scale_inv)
     if amax is not None:
         assert same_floats(numpy(amax), np.asarray(truth.amax).reshape(1))
+
+
+def assert_sums(x, made, additions):
+    """Sums over the rows of x err by so many additions and one rounding."""
+    exact, sizes = x.double().sum(0), x.double().abs().sum(0)
+    of_made = DTYPES[arrays.dtype_name(made)].half_ulp
+    of_additions = additions * compute_dtype(arrays.dtype_name(x)).half_ulp
+    allowed = of_additions * sizes * (1 + of_made) + of_made * exact.abs()
+    assert ((made.double() - exact).abs() <= allowed).all()
 
 
 def where_off(got, want):

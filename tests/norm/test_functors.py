@@ -8,8 +8,6 @@ import pytest
 import cupynorm
 from cupynorm import functors
 from cupynorm.dispatch.functor_text import MOST
-from cupynorm.gpu.arrays import View
-from cupynorm.norm.arguments import place
 
 
 def draw(*shape, dtype="float32"):
@@ -84,37 +82,6 @@ def test_rows_of_several_dimensions_and_no_rows():
     assert cupynorm.rms_norm(x[:0], 6, fuse=functors.rotary(cos=cos, sin=cos)).shape == (0, 3, 4, 6)
     flat = cupynorm.layer_norm(x, (4, 6), fuse=functors.silu_gate(gate=draw(4, 6)))
     assert flat.shape == x.shape
-
-
-# Places.
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides", "expected"),
-    [
-        ((2, 5, 3, 8), (120, 24, 8, 1), (8, 1, None, False)),
-        ((2, 5, 3, 8), (150, 30, 10, 1), (10, 1, None, False)),  # a gap after each row
-        ((2, 1, 1, 8), (8, 8, 8, 1), (8, 15, None, False)),
-        ((1, 5, 1, 8), (40, 8, 8, 1), (8, 3, 5, False)),
-        ((5, 1, 1), (1, 1, 1), (1, 3, 5, True)),
-        ((8,), (1,), (0, 1, None, False)),
-        ((1,), (1,), (0, 1, None, True)),
-        ((2, 5, 3, 8), (0, 8, 0, 1), (8, 3, 5, False)),  # torch's expand
-        ((2, 5, 3, 8), (8, 48, 16, 1), "copied"),
-        ((2, 5, 3, 8), (120, 24, 1, 3), "copied"),
-    ],
-)
-def test_where_an_array_lies(shape, strides, expected, monkeypatch):
-    view = View(64, shape, strides, "float32", 0)
-    monkeypatch.setattr("cupynorm.gpu.arrays.view", lambda array: array)
-    placed, copied = place(view, (2, 5, 3, 8), 1)
-    assert copied == (expected == "copied")
-    if copied:
-        expected = (8, 1, None, False)
-    stride, repeat, period, per_row = expected
-    assert (placed.rows.row_stride, placed.repeat, placed.per_row) == (stride, repeat, per_row)
-    assert placed.period == (2**62 if period is None else period)
-    assert placed.rows.pointer == (0 if copied else 64)
 
 
 # Refusals.

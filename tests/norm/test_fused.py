@@ -2,82 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm import functors
-from cupynorm.dtypes import DTYPES, compute_dtype
-from cupynorm.gpu import arrays
-from cupynorm.verify.cases import random_problem
+from cupynorm.dtypes import DTYPES
 
 torch = pytest.importorskip("torch")
 
-from fused_cases import (  # noqa: E402
-    CASES,
-    assert_right,
-    numbers,
-    options_of,
-    random,
-    tensor,
-)
+from float8_bytes import random  # noqa: E402  (imports torch)
 
 
 @pytest.fixture
 def device(anywhere: str) -> str:
     """The device of the tensors, for each of three ways through the library."""
     return anywhere
-
-
-@pytest.mark.parametrize("what", CASES)
-@pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("cupy", marks=pytest.mark.gpu)])
-def test_explicit_forward_and_backward_are_within_bounds(what, library):
-    problem = random_problem(CASES[what])
-    case = problem.case
-    if library == "numpy" and "bfloat16" in (case.x, case.sum, case.added):
-        pytest.importorskip("ml_dtypes")
-
-    def put(values, dtype):
-        if library == "torch":
-            return tensor(values, dtype)
-        made = arrays.from_float64(values, dtype, np.empty(0))
-        return __import__("cupy").asarray(made) if library == "cupy" else made
-
-    def get(array):
-        return numbers(array.get() if library == "cupy" else array)
-
-    weight, bias = put(problem.weight, case.dtype("weight")), None
-    if problem.bias is not None:
-        bias = put(problem.bias, case.dtype("bias"))
-    options = options_of(problem, put)
-    forward = getattr(cupynorm, f"{case.norm}_forward")(
-        put(problem.x, case.x), case.num_cols, weight, bias=bias, eps=1e-5, **options
-    )
-    backward = getattr(cupynorm, f"{case.norm}_backward")(
-        put(problem.dy, case.dtype("y")),
-        forward.sum,
-        case.num_cols,
-        *forward[1 + (case.norm == "rms_norm") : 3],
-        weight,
-        zero_centered_weight=case.zero_centered_weight,
-        dsum=None if problem.dsum is None else put(problem.dsum, case.sum),
-        gradients=cupynorm.types.FusedBackward._fields,
-        dbias_dtype=case.dtype("bias"),
-        dx_dtype=case.x,
-        dresidual_dtype=case.added,
-    )
-    assert isinstance(backward, cupynorm.types.FusedBackward)
-    results = forward._asdict() | backward._asdict()
-    assert results.pop("functors") == ()
-    results = {name: get(value) for name, value in results.items() if value is not None}
-    assert arrays.dtype_name(forward.rstd) == compute_dtype(case.sum).name
-    if not case.has_own_sum or not case.residual:
-        del results["dresidual"]
-    if not case.has_own_sum and not case.residual:
-        del results["sum"]
-    if case.bias is None:
-        results.pop("dbias", None)
-    assert_right(problem, results)
 
 
 @pytest.mark.slow
@@ -115,31 +53,19 @@ def test_both_gradients_come_from_one_kernel(kernels):
     assert x.grad.dtype == torch.bfloat16 and torch.equal(x.grad, residual.grad.bfloat16())
 
 
-def test_x_hat_is_rounded_to_the_input_s_dtype(device):
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_x_hat_is_rounded_to_the_input_s_dtype(device, is_compiled):
     """As in Hugging Face's Llama: weight * x_hat.to(input's dtype).
 
     One element in about 10,000 differs, where x_hat is at a rounding boundary.
     """
     x, weight = (random(*shape, dtype=torch.bfloat16).to(device) for shape in ((500, 40), (40,)))
     x_hat = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6)
+    call = cupynorm.rms_norm
+    if is_compiled:
+        call = torch.compile(call, backend="eager", fullgraph=True)
     for given in (weight, weight.float()):
-        for call in (
-            cupynorm.rms_norm,
-            torch.compile(cupynorm.rms_norm, backend="eager", fullgraph=True),
-        ):
-            y = call(x, 40, given, 1e-6, round_x_hat=True)
-            assert y.dtype == torch.bfloat16
-            assert (y != (given * x_hat.bfloat16()).bfloat16()).double().mean() < 1e-3
+        y = call(x, 40, given, 1e-6, round_x_hat=True)
+        assert y.dtype == torch.bfloat16
+        assert (y != (given * x_hat.bfloat16()).bfloat16()).double().mean() < 1e-3
         assert (y != cupynorm.rms_norm(x, 40, given, 1e-6)).double().mean() > 0.1
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
-def test_empty_inputs_give_empty_results(shape, device):
-    x = torch.zeros(shape, dtype=torch.float16, device=device, requires_grad=True)
-    residual = x.detach().float()
-    y, added = cupynorm.layer_norm(
-        x, shape[1], residual=residual, fuse=functors.dropout(0.5), return_residual=True
-    )
-    assert y.shape == added.shape == shape and added.dtype == torch.float32
-    y.sum().backward()
-    assert x.grad.shape == shape

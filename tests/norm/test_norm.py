@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from array_libraries import LIBRARIES, TORCH, NumPy, api, api_results, library, loaded_torch
@@ -31,6 +33,26 @@ def check(problem: Problem, lib) -> None:
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_results_and_gradients_are_within_bounds(norm_name, name, dtype, num_cols):
     check(random_problem(Case(norm_name, 5, num_cols, dtype)), library(name))
+
+
+FUSED = {
+    "a stream of float32": Case("layer_norm", 6, 40, "bfloat16", residual="float32", dsum=True),
+    "a stream of the input's dtype": Case("layer_norm", 6, 40, "float32", residual=True, dsum=True),
+    "a narrower stream": Case("layer_norm", 6, 33, "float64", residual="float16"),
+    "a stream of float64": Case("rms_norm", 6, 40, "bfloat16", residual="float64", dsum=True),
+    "x_hat rounded": Case("rms_norm", 6, 40, "bfloat16", weight="float32", round_x_hat=True),
+    "nothing to round": Case("layer_norm", 6, 40, "float32", round_x_hat=True),
+}
+ALL = {"y": "float32", "weight": "float32", "zero_centered_weight": True, "round_x_hat": True}
+FUSED["all"] = replace(FUSED["a stream of float32"], **ALL)
+
+
+@pytest.mark.parametrize("what", FUSED)
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_fused_results_and_gradients_are_within_bounds(name, what):
+    if name in ("numpy", "cupy"):
+        pytest.importorskip("ml_dtypes")
+    check(random_problem(FUSED[what]), library(name))
 
 
 def test_bfloat16_arrays_of_numpy_are_taken():

@@ -10,31 +10,7 @@ from array_libraries import api, loaded_torch, ones
 
 import cupynorm
 from cupynorm.dispatch.problem import Tile
-from cupynorm.norm.checks import extents_of
 from cupynorm.verify.cases import NORMS
-
-
-@pytest.mark.parametrize("given", [40, (40,), [40], np.int64(40), (np.int32(40),), np.array([40])])
-def test_normalized_shape_becomes_a_tuple_of_ints(given):
-    # Prepared calls are found by it. 40.0 equals 40 and True equals 1, so both are refused.
-    found = extents_of(given)
-    assert found == (40,) and type(found) is tuple and type(found[0]) is int
-    for wrong in (
-        40.0,
-        (40.0,),
-        [True],
-        True,
-        (2, True),
-        "40",
-        None,
-        ((40,),),
-        1j,
-        np.float64(40),
-        np.array([40.0]),
-    ):
-        with pytest.raises(TypeError, match="expected an int or a sequence of ints"):
-            extents_of(wrong)
-
 
 X, ERRORS = ones(4, 40), (TypeError, ValueError)
 
@@ -61,7 +37,10 @@ REFUSED = [
     ("normalized_shape is empty", lambda: (X, ())),
     (r"normalized_shape is 40\.0; expected an int", lambda: (X, 40.0)),
     ("normalized_shape is None; expected an int", lambda: (X, None)),
-    ("normalized_shape is True; expected an int", lambda: (ones(4, 1), True)),
+    *(
+        (rf"normalized_shape is {re.escape(repr(wrong))}; expected", lambda wrong=wrong: (X, wrong))
+        for wrong in (True, (2, True), "40", ((40,),), 1j, np.float64(40))
+    ),
     (r"weight has shape \(41,\); expected \(40,\)", lambda: (X, 40, ones(41))),
     (r"weight has shape \(1, 40\); expected \(40,\)", lambda: (X, 40, ones(1, 40))),
     (r"bias has shape \(39,\); expected \(40,\)", lambda: (X, 40, None, ones(39))),
@@ -85,6 +64,7 @@ LAUNCHES = [
         "statistics is 'one_pass'; expected 'two_pass', 'welford' or None",
         {"statistics": "one_pass"},
     ),
+    ("tile is given without strategy; expected the strategy", {"tile": Tile(8, 32)}),
     ("tile is a str; expected a cupynorm.Tile or a dict", {"strategy": "warp", "tile": "8x32"}),
     (
         "tile has fields packs; expected pack_size, threads_per_row and some of packs_per_thread",
@@ -97,6 +77,10 @@ LAUNCHES = [
     (
         "tile has exact True; expected an int",
         {"strategy": "warp", "tile": {"pack_size": 8, "threads_per_row": 32, "exact": True}},
+    ),
+    (
+        "path 'smem'; expected one of registers, bundle",
+        {"strategy": "warp", "tile": Tile(4, 32, 1, 4, path="smem")},
     ),
     ("sm_margin is -1; expected a number of multiprocessors", {"sm_margin": -1}),
     ("sm_margin is True; expected a number of multiprocessors", {"sm_margin": True}),

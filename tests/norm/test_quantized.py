@@ -31,6 +31,12 @@ from float8_bytes import (  # noqa: E402  (imports torch)
 E4M3, E5M2 = FLOAT8S
 
 
+def planned(num_cols, num_rows, scale, **options):
+    """The launches of a call on an H200."""
+    given = {"device": "H200", "out_dtype": E4M3, "scale": scale}
+    return cupynorm.plan(num_cols, num_rows, **given, **options).launches
+
+
 # Columns for which an H200 has tiles of 8-bit outputs: many packs per lane or thread, and next rows
 # fetched to registers or shared memory.
 WIDTHS = (576, 704, 768, 1000, 1024, 2048, 2560, 3000, 5000, 7000, 7600, 9000, 11000, 13000, 14000)
@@ -106,17 +112,8 @@ def test_bytes_of_a_cluster_that_keeps_rows_in_registers(scaling, device):
     launch = Launch("cluster", tile)
     assert_exact("layer_norm", x, scaling, weight=weight, launch=launch)
     for num_cols, exact in ((2048, 1), (1992, 0)):
-        problem = Problem(
-            "forward",
-            True,
-            num_cols,
-            "bfloat16",
-            Layout(8, contiguous=True),
-            y=E4M3,
-            scaling=scaling,
-        )
         cut = cupynorm.Tile(8, 64, 2, cluster_size=2, exact=exact)
-        launches = make_plan(problem, GPUS["H200"], 5, strategy="cluster", tile=cut).launches
+        launches = planned(num_cols, 5, scaling, strategy="cluster", tile=cut)
         assert len(launches) == (1 if exact or scaling == "row" else 2)
 
 
@@ -142,18 +139,8 @@ SHARED_OUT = {
 @pytest.mark.parametrize("norm, tile, num_rows, shares", SHARED_OUT.values(), ids=SHARED_OUT)
 def test_bytes_of_rows_left_to_later_blocks(norm, tile, num_rows, shares, device):
     """Blocks that start after the first ones have ended take two rows each."""
-    problem = Problem(
-        "forward",
-        norm == "layer_norm",
-        512,
-        "bfloat16",
-        Layout(16, True),
-        y=E4M3,
-        weight="bfloat16",
-        scaling="row",
-    )
     options = {"strategy": "cluster" if tile.cluster_size > 1 else "block", "tile": tile}
-    (launch,) = make_plan(problem, GPUS["H200"], num_rows, **options).launches
+    (launch,) = planned(512, num_rows, "row", norm=norm, **options)
     assert (launch.grid_size, launch.num_first, launch.rows_of_first) == shares
     x, weight = (
         random(num_rows, 512, dtype=torch.bfloat16, device=device),
@@ -202,19 +189,8 @@ def test_bytes_of_scales_shared_by_lanes(device):
             exact = cupynorm.Tile(**vars(tile) | {"exact": int(num_cols == tile.cols)})
             x = random(5, num_cols, dtype=torch.bfloat16, seed=packs, device=device)
             assert_exact("rms_norm", x, "block", launch=Launch(strategy, exact))
-            problem = Problem(
-                "forward",
-                False,
-                num_cols,
-                "bfloat16",
-                Layout.of_new_arrays(num_cols),
-                y=E4M3,
-                scaling="block",
-            )
-            assert (
-                len(make_plan(problem, GPUS["H200"], 5, strategy=strategy, tile=exact).launches)
-                == num_launches
-            )
+            options = {"norm": "rms_norm", "strategy": strategy, "tile": exact}
+            assert len(planned(num_cols, 5, "block", **options)) == num_launches
 
 
 SPECIAL = {

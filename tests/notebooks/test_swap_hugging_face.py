@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 NUM_NORMS = {"bert": (2, 2), "llama": (2, 1), "gemma": (2, 1), "qwen3": (4, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, device", [("tiny", "cpu"), pytest.param("realistic", "cuda", marks=pytest.mark.gpu)]
 )
@@ -49,6 +50,7 @@ def torch_norms(example, family, size):
     return 2 * sum(isinstance(each, kinds) for each in modules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gemma"])
 def test_a_wrong_norm_would_show(example, family, monkeypatch, capsys):
     """One part in ten thousand: seen in float32, though not in bfloat16."""

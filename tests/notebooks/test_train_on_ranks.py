@@ -1,4 +1,5 @@
-"""notebooks/train_on_ranks.py learns, and has the same losses on one and on several processes."""
+"""notebooks/train_on_ranks.py learns, and has the same losses on one and on several processes;
+notebooks/time_on_ranks.py prints a time of each way."""
 
 from __future__ import annotations
 
@@ -36,23 +37,40 @@ def test_several_ranks_have_the_losses_of_one(example, monkeypatch, capsys, devi
     example.main()
     alone = losses_of(capsys.readouterr().out, 1)
     assert len(alone) == STEPS and alone[0] > 4 and sum(alone[-3:]) / 3 < 3.6
-    together = losses_on_ranks(example.__file__, num_ranks)
+    printed = printed_on_ranks(num_ranks, example.__file__, str(STEPS_OF_RANKS))
+    together = losses_of(printed, num_ranks)
     assert len(together) == STEPS_OF_RANKS
     # Printed to 4 digits; float32 sums in another order differ in the seventh.
     assert max(abs(one - other) for one, other in zip(alone, together)) < 2e-4
 
 
-def losses_on_ranks(file: str, num_ranks: int) -> list[float]:
+def printed_on_ranks(num_ranks: int, file: str, *arguments: str, **variables: str) -> str:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)),
-            *("--standalone", file, str(STEPS_OF_RANKS)),
+            *("--standalone", file, *arguments),
         ],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path} | variables,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return losses_of(done.stdout, num_ranks)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_times_of_each_way_are_printed():
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no distributed package")
+    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    printed = printed_on_ranks(2, str(ROOT / "notebooks" / "time_on_ranks.py"), **variables)
+    number = r"(\d+\.\d+)"
+    ways = f": one rank's part {number}, {number}; the layer {number}, {number}$"
+    found = re.findall(ways, printed, re.M)
+    assert len(found) == 3, printed
+    assert all(float(each) > 0 for line in found for each in line)
+    calls = re.findall(r"rows: (\d+) on the host, (\d+) in all$", printed, re.M)
+    assert len(calls) == 4 and all(int(host) > 0 for host, _ in calls), printed
