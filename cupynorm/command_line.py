@@ -86,19 +86,14 @@ def several(names: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def shapes(names: str, example: str) -> Callable[[str], list[tuple[int, ...]]]:
-    """The type of an argument such as 64x768,3x33. names: of the extents, as "rows x columns"."""
-
-    def parse(text: str) -> list[tuple[int, ...]]:
-        made = []
-        for each in text.lower().split(","):
-            if each.count("x") != names.count(" x "):
-                sentence = f"{each!r} is no shape; expected {names}, such as {example}"
-                raise argparse.ArgumentTypeError(sentence)
-            made.append(tuple(map(positive, each.split("x"))))
-        return made
-
-    return parse
+def linear_shapes(text: str) -> list[tuple[int, ...]]:
+    """Extents of linear layers, separated by commas."""
+    made = [tuple(map(positive, each.split("x"))) for each in text.lower().split(",")]
+    for each in made:
+        if len(each) != 3:
+            expected = "rows x in_features x out_features, such as 8192x4096x12288"
+            raise argparse.ArgumentTypeError(f"{text!r} is no shape; expected {expected}")
+    return made
 
 
 def check_folders(*paths: str | Path | None) -> None:

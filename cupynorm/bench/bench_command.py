@@ -16,11 +16,11 @@ from ..command_line import (
     Appended,
     Commands,
     check_folders,
+    linear_shapes,
     number,
     positive,
     positives,
     several,
-    shapes,
 )
 from ..dispatch.problem import DIRECTIONS, NORMS, SCALINGS
 from ..dtypes import DTYPES, EIGHT_BITS, ELEMENTS
@@ -69,9 +69,8 @@ def add_to(commands: Commands, chart: Callable[[report.BenchResult, Path], None]
     parser = layers.add_parser("linear", help=help, description=f"{help}.")
     parser.set_defaults(run=run_linear)
     add = parser.add_argument
-    shape = shapes("rows x in_features x out_features", "8192x4096x12288")
     help = "rows x in_features x out_features, with commas: 8192x4096x12288"
-    add("--shapes", action=Appended, type=shape, default=LINEAR_SHAPES, help=help)
+    add("--shapes", action=Appended, type=linear_shapes, default=LINEAR_SHAPES, help=help)
     for name, known in (("--format", FORMATS), ("--direction", PASSES)):
         shown = f"some of {','.join(known)} (both)"
         add(name, action=Appended, type=several(known), default=known, help=shown)

@@ -81,13 +81,10 @@ def bench(
     what cupynorm raises in the first cell.
     """
     todo = cells() if todo is None else list(todo)
-    unknown = [name for name in peers or () if name not in PEERS]
-    if unknown:
-        raise ValueError(f"peers has {unknown[0]!r}; expected some of {', '.join(PEERS)}")
+    wanted = chosen(peers)
     check_runs(runs)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     progress = progress or (lambda items, **_: items)
-    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
     absent = {name: why for name in wanted if (why := missing(name))}
     names = [name for name in wanted if name not in absent]
     if jobs > 1:
@@ -110,6 +107,15 @@ def bench(
             raise
         settings["stopped"] = f"after {len(found)} of {len(todo)} cells: {first_line(failure)}"
     return BenchResult(environment() | {"peers": versions}, settings, found, absent)
+
+
+def chosen(peers: Iterable[str] | None) -> list[str]:
+    """Names of libraries, cupynorm first; None for all. Raises ValueError for an unknown one."""
+    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
+    for name in wanted:
+        if name not in PEERS:
+            raise ValueError(f"peers has {name!r}; expected some of {', '.join(PEERS)}")
+    return list(wanted)
 
 
 def check_runs(runs: int) -> None:
@@ -206,8 +212,7 @@ def host(
     shapes: (num_rows, num_cols), small ones, on which the GPU keeps up. rounds: of 8 calls each.
     peers, progress: as for bench.
     """
-    wanted = dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
-    names = [name for name in wanted if PEERS[name].norm and not (name != OURS and missing(name))]
+    names = [name for name in chosen(peers) if PEERS[name].norm and not missing(name)]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     found: dict[str, dict[str, float]] = {}
     progress = progress or (lambda items, **_: items)
@@ -260,12 +265,12 @@ class Truth:
         shape = (cell.norm, len(self.rows), cell.num_cols, cell.dtype)
         case = Case(*shape, y, cell.parameters, bias, residual=cell.residual, eps=EPS)
         x = self._sampled(tensors.x)
-        # A forward has no dy: its gradients are ignored.
-        dy = np.zeros_like(x) if tensors.dy is None else self._sampled(tensors.dy)
+        dy, is_forward = self._sampled(tensors.dy), tensors.dy is None
         weight, bias = float64(tensors.weight), float64(tensors.bias)
         self.dsum = self._sampled(tensors.dsum)
         self.problem = Problem(case, x, dy, weight, bias, self._sampled(tensors.residual))
-        self.expected = cache(lambda rounded: expect(self.problem, rounded_mean=rounded))
+        options = {"forward_only": is_forward}
+        self.expected = cache(lambda mean: expect(self.problem, rounded_mean=mean, **options))
 
     def _sampled(self, tensor: torch.Tensor | None) -> Any:
         return None if tensor is None else float64(tensor[torch.from_numpy(self.rows)])

@@ -312,15 +312,13 @@ def guard(
     if not old:
         raise ValueError(f"the run before has no time of {OURS}; expected one in some cell")
 
-    def changes(run: BenchResult) -> dict[Cell | LinearCell, float]:
-        return {each.cell: change(old[each.cell], each) for each in run.measurements}
-
-    def means(run: BenchResult) -> dict[str, float]:
-        found = {kind: [change(old[m.cell], m) for m in own] for kind, own in run.tables().items()}
-        return {kind: statistics.fmean(own) for kind, own in found.items()}
+    def changes(run: BenchResult) -> tuple[dict[Cell | LinearCell, float], dict[str, float]]:
+        found = {each.cell: change(old[each.cell], each) for each in run.measurements}
+        tables = {kind: [found[m.cell] for m in own] for kind, own in run.tables().items()}
+        return found, {kind: statistics.fmean(own) for kind, own in tables.items()}
 
     after = measure(list(old))
-    first, of_tables = changes(after), means(after)
+    first, of_tables = changes(after)
     above = [
         cell
         for cell, by in first.items()
@@ -332,7 +330,7 @@ def guard(
         newer = {each.cell: each for each in again.measurements}
         merged = [newer.get(each.cell, each) for each in after.measurements]
         after = replace(after, settings=after.settings | again.settings, measurements=merged)
-    second, of_tables = changes(after), means(after)
+    second, of_tables = changes(after)
     for cell in above:
         verdict = "slower" if second[cell] < -_SLOWER_CELL else "same"
         rows.append([verdict, f"{first[cell]:+.1%}", f"{second[cell]:+.1%}", str(cell)])

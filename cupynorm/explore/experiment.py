@@ -5,7 +5,6 @@ Also the CUDA sources in pieces, and changed copies of them.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import html
 import statistics as averages
@@ -90,17 +89,6 @@ class Experiment:
 
     def __bool__(self) -> bool:
         return self.changed.ok
-
-    @property
-    def diff(self) -> str:
-        """The changes as a unified diff."""
-        parts, shipped = [], source_files()
-        for path in sorted(self.folder.iterdir()):
-            new = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            before = shipped.get(path.name)
-            old = before.read_text(encoding="utf-8").splitlines(keepends=True) if before else []
-            parts += difflib.unified_diff(old, new, path.name, path.name)
-        return "".join(parts)
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [("", "shipped", "changed")]

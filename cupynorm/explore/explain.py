@@ -268,6 +268,8 @@ def occupancy_of(planned: KernelLaunch, device: Device) -> Occupancy:
     """How many blocks of a launch a multiprocessor holds."""
     warps = -(-planned.block_size // _WARP)
     limits = {"threads": device.threads_per_sm // planned.block_size}
+    # CUDA C++ Programming Guide, "Technical Specifications"
+    limits["blocks"] = 16 if device.compute_capability == 86 else 32
     if planned.smem_bytes:
         limits["shared memory"] = device.smem_per_sm // (planned.smem_bytes + 1024)
     registers, spilled = None, 0

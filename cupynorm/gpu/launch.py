@@ -196,14 +196,6 @@ def load(launch: KernelLaunch, device_index: int) -> LoadedKernel:
     return LoadedKernel(launch, device_index)
 
 
-def run(
-    launch: KernelLaunch, device_index: int, stream: int, words: tuple, folder: Path | None = None
-) -> None:
-    """Loads and enqueues one kernel. The current device does not matter."""
-    with on_device(device_index):
-        LoadedKernel(launch, device_index, folder).enqueue(stream, words)
-
-
 def _format(words: tuple) -> str:
     return "".join("d" if isinstance(word, float) else "q" for word in words)
 

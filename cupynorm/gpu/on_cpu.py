@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -46,25 +46,6 @@ _SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
 _RUNTIME = "cuda_on_cpu_runtime.cpp"
 _MESSAGE_SIZE = 4096
 EVENT_BYTES = 40  # of a trace::Event
-_DIGEST_BYTES = 32  # at the end of each library
-
-
-class _Instruments(NamedTuple):
-    """What is compiled into kernels and runtime besides themselves."""
-
-    sanitized: bool = False
-    traced: bool = False
-
-    def of_kernel(self) -> list[str]:
-        # -O0 compiles faster than -Og, and drops no access that a sanitizer should see.
-        return [*self._of_sanitizers("-O0"), *(_TRACE_FLAGS if self.traced else ())]
-
-    def of_runtime(self) -> list[str]:
-        return [*self._of_sanitizers(), *(["-DCUPYNORM_TRACE"] if self.traced else ())]
-
-    def _of_sanitizers(self, *others: str) -> list[str]:
-        shared = ["-shared-libasan"] if _is_clang() else []
-        return [*_SANITIZERS, *shared, *others] if self.sanitized else []
 
 
 _kernels: dict[str, "CpuKernel"] = {}
@@ -172,19 +153,14 @@ def kernel(
             "env=sanitized_environment()"
         )
     wanted = Kernel(source, name_expression, functors)
-    return _load(*_compile(wanted, _Instruments(sanitized, traced), folder))
+    return _load(*_compile(wanted, _instruments(sanitized, traced), folder))
 
 
-def compile_many(
-    instances: Iterable[tuple[str, str]], folder: Path | None = None
-) -> list[CpuKernel]:
-    """`kernel()` for each (source, name expression). Runs one compiler for each CPU."""
-    _runtime(folder or cuda_src(), _Instruments())  # compiled once, before the threads need it
+def compile_many(kernels: Iterable[Kernel]) -> Iterator[object]:
+    """Compiles installed kernels ahead, by one compiler for each CPU. Yields after each."""
+    _runtime(cuda_src(), _Flags())  # compiled once, before the threads need it
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(
-            lambda instance: _compile(Kernel(*instance), _Instruments(), folder), instances
-        )
-        return [_load(*each) for each in compiled]
+        yield from pool.map(lambda each: _compile(each, _Flags(), None), kernels)
 
 
 def compiler() -> str:
@@ -207,9 +183,7 @@ def sanitized_environment() -> dict[str, str]:
     for name in [*names, "libstdc++.so.6"]:
         path = _run([*command, f"-print-file-name={name}"]).stdout.strip()
         if not os.path.isabs(path):
-            raise NoCompilerError(
-                f"{_compiler_in_words()} has no {name}: install its sanitizer libraries."
-            )
+            raise NoCompilerError(f"{compiler()} has no {name}: install its sanitizer libraries.")
         libraries.append(os.path.realpath(path))
     return {
         **os.environ,
@@ -259,11 +233,6 @@ def _is_clang() -> bool:
     return "__clang__" in _compiler_and_macros()[1]
 
 
-def _compiler_in_words() -> str:
-    cxx = os.environ.get("CXX", "")
-    return f"$CXX ({cxx})" if cxx.strip() else compiler()
-
-
 def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess:
     # A sanitizer that is preloaded in this process would slow the compiler down.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -272,15 +241,29 @@ def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, input=text, capture_output=True, env=environment, **encoding)
 
 
-def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> tuple[str, Path]:
+class _Flags(NamedTuple):
+    """Of the compiler, besides the usual ones."""
+
+    of_kernel: tuple[str, ...] = ()
+    of_runtime: tuple[str, ...] = ()
+
+
+def _instruments(sanitized: bool, traced: bool) -> _Flags:
+    both = (*_SANITIZERS, *["-shared-libasan"] * _is_clang()) if sanitized else ()
+    # -O0 compiles faster than -Og, and drops no access that a sanitizer should see.
+    of_kernel = (*both, *["-O0"] * sanitized, *(_TRACE_FLAGS if traced else ()))
+    return _Flags(of_kernel, (*both, *["-DCUPYNORM_TRACE"] * traced))
+
+
+def _compile(kernel: Kernel, added: _Flags, folder: Path | None) -> tuple[str, Path]:
     source, name_expression, functors = kernel.source, kernel.name_expression, kernel.functors
     folder = Path(folder).resolve() if folder else cuda_src()
     if not (folder / source).is_file():
         raise OnCpuError(f"there is no {source} in {folder}; expected a .cu file of it")
-    runtime = _runtime(folder, instruments)
-    flags = [*_FLAGS, *instruments.of_kernel()]
+    runtime = _runtime(folder, added)
+    flags = [*_FLAGS, *added.of_kernel]
     # Instruments name the lines of a file by its path.
-    paths = [str(folder)] if instruments.of_kernel() else []
+    paths = [str(folder)] if added.of_kernel else []
     text = (
         f'#include "cuda_on_cpu.h"\n{nvrtc.includes(kernel)}{functors}'
         'extern "C" const on_cpu::Kernel on_cpu_kernel = '
@@ -289,9 +272,9 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     # The library contains the runtime's path, so the path is part of the key.
     key = _digest(folder, text, str(runtime), *flags, *paths)
     path = runtime.parent / f"{key}.so"
-    if not _is_whole(path):
+    if not is_private(path):
         libraries = [str(runtime)]
-        if not instruments.of_kernel() and not _is_clang():
+        if not added.of_kernel and not _is_clang():
             libraries += _LINK_FLAGS
         flags += [f"-I{_headers(folder)}", *include_options(folder)]
         try:
@@ -303,13 +286,13 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     return name_expression, path
 
 
-def _runtime(folder: Path, instruments: _Instruments) -> Path:
+def _runtime(folder: Path, added: _Flags) -> Path:
     """Compiles the scheduler as a separate library, once, because that takes long."""
-    flags = [*_RUNTIME_FLAGS, *instruments.of_runtime()]
+    flags = [*_RUNTIME_FLAGS, *added.of_runtime]
     cache = cache_folder("on_cpu")
     text = f'#include "{_RUNTIME}"\n'
     path = cache / f"runtime-{_digest(folder, text, *flags)}.so"
-    if not _is_whole(path):
+    if not is_private(path):
         _build(text, path, [*flags, f"-I{_headers(folder)}"], _RUNTIME)
     return path
 
@@ -326,36 +309,15 @@ def _build(
     # Other processes may build it too: each renames a file of its own.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as building:
         built = Path(building, path.name)
-        if _TRACE_FLAGS[0] in flags:
-            # Two commands, because a linker that sees this flag adds the sanitizer's own library.
-            compiled = f"{built}.o"
-            flags = [flag for flag in flags if flag != "-shared"]
-            result = _run([*command, *flags, "-c", "-x", "c++", "-", "-o", compiled], text)
-            if result.returncode == 0:
-                result = _run([*command, "-shared", compiled, *libraries, "-o", str(built)])
-        else:
-            inputs = ["-x", "c++", "-", "-x", "none", *libraries]
-            result = _run([*command, *flags, *inputs, "-o", str(built)], text)
+        # Two commands: a linker that sees a trace's flag adds the thread sanitizer's own library.
+        result = _run([*command, *flags, "-c", "-x", "c++", "-", "-o", f"{built}.o"], text)
+        if result.returncode == 0:
+            flags = [flag for flag in flags if flag not in _TRACE_FLAGS]
+            result = _run([*command, *flags, f"{built}.o", *libraries, "-o", str(built)])
         if result.returncode != 0:
-            raise OnCpuError(
-                f"{name} does not compile with {_compiler_in_words()}:\n{result.stderr.strip()}"
-            )
-        digest = hashlib.sha256(built.read_bytes()).digest()
-        with built.open("ab") as file:  # loaders ignore what is appended
-            file.write(digest)
+            raise OnCpuError(f"{name} does not compile with {compiler()}:\n{result.stderr.strip()}")
         built.chmod(0o700)
         os.replace(built, path)
-
-
-def _is_whole(library: Path) -> bool:
-    """Whether a library is this user's, and as it was built. A damaged one ends the process."""
-    return is_private(library) and _has_its_digest(library, library.stat().st_ctime_ns)
-
-
-@functools.lru_cache(maxsize=64)  # of few: each process asks often for its runtime alone
-def _has_its_digest(library: Path, version: int) -> bool:
-    content = library.read_bytes()
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
 def _load(name_expression: str, path: Path) -> CpuKernel:

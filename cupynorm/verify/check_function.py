@@ -413,8 +413,6 @@ def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
         fields = returned._asdict()
         return {name: fields[name] for name in names if fields.get(name) is not None}
     values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-    if len(values) == 3 and names == _FORWARD["rms_norm"] and values[1] is None:
-        del values[1]
     allowed = (1, len(names)) if label == "forward" else range(1, len(names) + 1)
     if len(values) not in allowed:
         raise ValueError(f"{label} returned {len(values)} values; {expected}")

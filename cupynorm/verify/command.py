@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..command_line import Commands, finite, number
 from ..dispatch.devices import Device
+from ..dispatch.instances import Kernel
 from ..dispatch.strategies import STRATEGIES
 from ..dtypes import DTYPES
 from ..gpu import nvrtc, on_cpu
@@ -23,7 +23,6 @@ from .cases import DIRECTIONS, NORMS, Case, shipped
 from .results import CheckResult, worst_of
 from .traps import Trial, default_trials, trap_trials
 
-_OF_FUNCTIONS = ("function", "forward", "backward")  # options that were removed
 _QUICK_DTYPES = ("float32", "bfloat16")
 # Elements of x in one case, by where the kernels run.
 _MOST_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
@@ -59,24 +58,13 @@ def add_to(commands: Commands) -> None:
     add("--traps", action="store_true", help="data and layouts on which other norms failed")
     norm = "the norm that is checked; by default both"
     add("--norm", choices=NORMS, help=norm)
-    add(
-        "--eps",
-        type=finite,
-        metavar="EPS",
-        help="1e-5, and 1e-12 of the activations that come with the package",
-    )
-    for name in _OF_FUNCTIONS:
-        add(f"--{name}", help=argparse.SUPPRESS)
+    eps = "1e-5, and 1e-12 of the activations that come with the package"
+    add("--eps", type=finite, help=eps)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if all is within what the dtypes allow, else 1."""
-    for name in _OF_FUNCTIONS:
-        if getattr(arguments, name) is not None:
-            raise ValueError(
-                f"--{name} is no option any more; expected cupynorm.check_function(...) in Python"
-            )
     options = {} if arguments.eps is None else {"eps": arguments.eps}
     where = kernels.machine(arguments.on, arguments.seed)
     print(describe(where), end="\n\n", flush=True)
@@ -111,25 +99,23 @@ def describe(where: kernels.Machine) -> str:
 
 def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
     """Compiles all kernels of the entries ahead, with as many compilers at once as CPUs."""
-    instances = {}
+    instances: dict[Kernel, None] = {}
     for case, direction in product((entry.case for entry in entries), DIRECTIONS):
         dtypes = {name: case.dtype(name[:-6]) for name in ("weight_dtype", "bias_dtype")}
         options = {"norm": case.norm, "strategy": case.strategy, **dtypes}
         shape = (case.num_cols, case.num_rows, case.x)
         planned = plan(*shape, direction=direction, device=device, **options)
-        wanted = (launch.kernel for launch in planned.launches)
-        instances |= dict.fromkeys((each.source, each.name_expression) for each in wanted)
-    instances, batch = list(instances), 4 * (os.cpu_count() or 1)
-    batches = [instances[first : first + batch] for first in range(0, len(instances), batch)]
-    for part in tqdm(batches, desc="compiling", leave=False, disable=None):
-        on_cpu.compile_many(part)
+        instances |= dict.fromkeys(launch.kernel for launch in planned.launches)
+    compiled, shown = on_cpu.compile_many(instances), {"total": len(instances), "leave": False}
+    for _ in tqdm(compiled, desc="compiling", disable=None, **shown):
+        pass
 
 
 def table(results: Sequence[tuple[Entry, CheckResult]]) -> str:
     """One line for each problem, one column for each dtype: the tensor with the largest error."""
     dtypes = [dtype for dtype in DTYPES if any(entry.case.x == dtype for entry, _ in results)]
     lines: dict[tuple[str, str], dict[str, list]] = {}
-    for entry, result in results:  # several files may have arrays of one name
+    for entry, result in results:  # traps of one kind share a name
         line = lines.setdefault((entry.case.norm, entry.name), {})
         line.setdefault(entry.case.x, []).extend(result.findings)
     rows = [["norm", "rows x columns", *dtypes]]

@@ -96,32 +96,25 @@ def cpu_kernel(kernel: Kernel, sanitized: bool, folder: Path | None = None) -> o
 
 
 class GpuCheckMachine(Machine):
-    """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes.
-
-    folder: of the sources, None for the installed ones.
-    """
+    """Runs the kernels on CuPy's current GPU. Arrays are CuPy's, in storage dtypes."""
 
     on = "gpu"
+    folder: Path | None = None  # of the sources, None for the installed ones
 
-    def __init__(self, device_index: int = 0, folder: Path | None = None) -> None:
-        self.device_index = device_index
-        self.device = launch.device(device_index)
-        self.folder = folder
+    def __init__(self) -> None:
+        self.device = launch.current_device()
 
     def put(self, array: np.ndarray) -> tuple[Any, int]:
-        cupy = nvrtc.cupy()
-        with cupy.cuda.Device(self.device_index):
-            there = cupy.asarray(array)
+        there = nvrtc.cupy().asarray(array)
         return there, there.data.ptr
 
     def get(self, array: Any) -> np.ndarray:
         return array.get()
 
     def launch(self, kernel_launch: KernelLaunch, words: tuple) -> None:
-        cupy = nvrtc.cupy()
-        with cupy.cuda.Device(self.device_index):
-            stream = cupy.cuda.get_current_stream().ptr
-        launch.run(kernel_launch, self.device_index, stream, words, self.folder)
+        cuda = nvrtc.cupy().cuda
+        loaded = launch.LoadedKernel(kernel_launch, cuda.runtime.getDevice(), self.folder)
+        loaded.enqueue(cuda.get_current_stream().ptr, words)
 
 
 def machine(on: str | None = None, seed: int = 0) -> Machine:

@@ -165,6 +165,8 @@ def test_what_ends_a_run_early(on_cpu, monkeypatch):
 def test_arguments_are_checked_first():
     with pytest.raises(ValueError, match="peers has 'nobody'; expected some of cupynorm, torch"):
         measure.bench(peers=["nobody"])
+    with pytest.raises(ValueError, match="peers has 'nobody'"):
+        measure.host(peers=["nobody"])
     with pytest.raises(ValueError, match="runs is 0"):
         measure.bench(runs=0)
     if not nvrtc.has_gpu():

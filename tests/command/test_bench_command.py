@@ -54,12 +54,6 @@ def test_guard(capsys, measured, tmp_path, share, code, verdict):
     assert report.read("now.json").measurements == measured.made.measurements
 
 
-def test_a_guard_that_stopped_fails(capsys, measured):
-    measured.made.settings["stopped"] = "after 1 of 2 cells: interrupted"
-    code, out, _ = call(capsys, "bench", "--guard", "made.json")
-    assert code == 1 and "stopped after 1 of 2 cells" in out
-
-
 def test_guard_has_a_default(capsys, measured, monkeypatch):
     """Without a file it compares with the committed figures and names slower cells."""
     before = report.read(ROOT / "notebooks" / "h200.json")

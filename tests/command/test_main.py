@@ -15,7 +15,8 @@ from cupynorm.dispatch.devices import DEVICES
 from cupynorm.dispatch.strategies import STRATEGIES
 from cupynorm.gpu import nvrtc, on_cpu
 from cupynorm.verify import check as gradient_check
-from cupynorm.verify.command import random_shapes
+from cupynorm.verify import kernels
+from cupynorm.verify.command import entries_of, random_shapes
 
 try:
     on_cpu.compiler()
@@ -124,6 +125,15 @@ def test_the_check_reaches_every_strategy(device, quick):
         if device.compute_capability >= row.first_capability
     ]
     assert reached == set(expected)
+
+
+def test_norm_and_eps_reach_the_cases_of_the_kernels():
+    for words in (["--quick"], ["--traps"]):
+        given = ["check", *words, "--norm", "rms_norm", "--eps", "1e-3", "--on", "cpu"]
+        made = entries_of(command.parser().parse_args(given), kernels.machine("cpu"), {"eps": 1e-3})
+        assert len(made) > 8 and {entry.case.norm for entry in made} == {"rms_norm"}
+        cases = [trial.problem.case for entry in made[:30] for trial in entry.drawn(0)]
+        assert {case.eps for case in cases} <= {1e-3, 0.0, -0.05, -1e-3}
 
 
 def test_version_and_help():

@@ -27,14 +27,10 @@ def test_plan(capsys):
     ("arguments", "expected"),
     [
         (("1024", "--rows", "65536"), "one kernel, because norm_linear.cu, with a fold in each"),
-        (("1024", "--rows", "1"), "one kernel, because norm_linear_few.cu is measured to be"),
         (
             ("1024", "--rows", "65536", "--sm-margin", "8"),
             "a norm and a product after it, because the",
         ),
-        (("1024",), "a norm and a product after it, because a fold in each call is slower"),
-        (("1024", "--rows", "65536", "--residual"), "a norm and a product after it, because the"),
-        (("1024", "--rows", "65536", "--norm", "rms_norm"), "a norm and a product after it"),
     ],
     ids=" ".join,
 )

@@ -7,7 +7,7 @@ from command_runs import ROOT
 
 from cupynorm import __main__ as command
 from cupynorm.bench.cells import COLS, MODELS
-from cupynorm.command_line import number, positives, shapes
+from cupynorm.command_line import linear_shapes, number, positives
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,6 @@ from cupynorm.command_line import number, positives, shapes
         ("--on tpu", "invalid choice: 'tpu'"),
         ("--eps nan", "'nan' is not a finite number"),
         ("check a.npz", "unrecognized arguments: a.npz"),
-        ("check --forward a:b", "--forward is no option any more; expected cupynorm.check_functi"),
         ("plna 12288", "'plna' is no command; expected one of check, plan, bench, tune"),
         ("explain 1023", "cupynorm.explain is a name of Python and no command; expected one"),
         ("--fast", "unrecognized arguments: --fast"),
@@ -73,10 +72,9 @@ def test_names_may_be_all_and_lists_add_up():
 
 
 def test_numbers_and_shapes():
-    read = shapes("rows x columns", "64x768")
-    assert read("64x768,3x2**4") == [(64, 768), (3, 16)]
-    for wrong in ("64", "1x2x3", "0x4", "axb"):
+    assert linear_shapes("64x768x1,3x2**4x2") == [(64, 768, 1), (3, 16, 2)]
+    for wrong in ("64", "1x2", "0x4x1", "axbxc"):
         with pytest.raises(argparse.ArgumentTypeError):
-            read(wrong)
+            linear_shapes(wrong)
     assert [number(text) for text in ("0", "28", "2**28", "2^10")] == [0, 28, 2**28, 1024]
     assert positives("64,32,2**6") == [64, 32]

@@ -63,9 +63,6 @@ def test_a_wrong_kernel_is_wrong():
     text = str(found)
     assert "WRONG" in text and "right (" in text and "OFF:" in text
     assert repr(found) == text and "OFF:" in found._repr_html_()
-    assert "+    for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at];" in (
-        found.diff
-    )
 
 
 @needs_nvrtc

@@ -91,6 +91,8 @@ def test_without_nvrtc_registers_are_unknown(monkeypatch):
     story = explain(num_cols=1024)
     found = occupancy_of(story.plan.launches[0], story.plan.device)
     assert found == Occupancy(32, "threads", 64, 64, None, 0)
+    found = explain(num_cols=1024, device="A10").occupancies[0]
+    assert found == Occupancy(16, "blocks", 32, 48, None, 0)  # of 64 threads each
     assert ("forward_warp.cu", "?") in {(row[0], row[2]) for row in story.kernels()}
 
 

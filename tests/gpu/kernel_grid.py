@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
-from plan_problems import problem_of_row, widths_of_row
+from plan_problems import problem_of_row, widths_of_row, without_file
 
 from cupynorm import functors
 from cupynorm.dispatch import measured
@@ -128,6 +129,16 @@ _DROPS = (
     FusedPart(functors.dropout(0.5).functor),
 )
 DROPS = {"load": Fused(_DROPS)}
+
+
+def _chain(*chain: object, source: str | None = None, gradient: str | None = None) -> Fused:
+    """Functors with arrays of float16. gradient: dtype of those of the arrays, in backward."""
+    sizes = [(each, len(each.arrays)) for each in chain]
+    parts = [FusedPart(e, ("float16",) * n, ("packs",) * n, (gradient,) * n) for e, n in sizes]
+    return Fused(tuple(parts), source)
+
+
+STORED, LOADED = (functors.rotary, functors.silu_gate), (functors.bias_gelu, functors.layer_scale)
 BACKWARD = ("dy", "dx", "weight", "dweight", "dbias")
 
 
@@ -203,6 +214,20 @@ QUANTIZED_PROBLEMS = [
 QUANTIZED_WIDTHS = (1, 33, 40, 255, 768, 999, 1536, 2048, 4096, 6144, 8192, 13312, 16384)
 QUANTIZED_WIDTHS += (65536, 200000)
 FEWER_QUANTIZED_WIDTHS = (255, 1536, 65536, 66000)
+# Chains of functors with arrays.
+CHAIN_PROBLEMS = [
+    {"direction": "forward", "x": "float16", "y": "float16", "store": _chain(*STORED)},
+    {"direction": "backward", "x": "float16", **dict.fromkeys(BACKWARD, "float16")}
+    | {"dy": "float32", "store": _chain(*STORED, source="float16", gradient="float32")},
+    _forward_of_sum("float16", "float16", load=_chain(*LOADED)),
+    {"direction": "forward", "x": "float32", "y": "float16"}
+    | {"load": _chain(*LOADED, source="float16")},
+    {"direction": "backward", "x": "float16", "input": "float16", "dresidual": "float16"}
+    | dict.fromkeys(BACKWARD, "float16")
+    | {"load": _chain(*LOADED, gradient="float32")},
+    _to_8_bits("tensor", "float16", "float16", store=_chain(*STORED)),
+]
+CHAIN_WIDTHS = (128, 1024, 4096) if HAS_TIME else ()
 
 
 def problems_of_rows() -> list[tuple[dict, int]]:
@@ -267,12 +292,13 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[KernelLaunc
     return found
 
 
-def _grid(compute_capability: int) -> list[tuple[dict, int]]:
-    """Pairs of a problem and a width."""
+def _grid(compute_capability: int) -> list[tuple[dict, int, Device]]:
+    """Problems with a width, and the device that they are planned for."""
     full, is_sm_90 = compute_capability in FULL, compute_capability == 90
     grid = [
         (PROBLEMS if full or is_sm_90 else FEWER_PROBLEMS, WIDTHS if full else FEWER_WIDTHS),
         (FUSED_PROBLEMS, FUSED_WIDTHS if HAS_TIME else FEWER_FUSED_WIDTHS),
+        (CHAIN_PROBLEMS, CHAIN_WIDTHS),
         (RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS if full else FEWER_RECOMPUTING_WIDTHS),
         (QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if HAS_TIME else FEWER_QUANTIZED_WIDTHS),
     ]
@@ -283,7 +309,13 @@ def _grid(compute_capability: int) -> list[tuple[dict, int]]:
             (BUNDLE_PROBLEMS, BUNDLE_WIDTHS if all_widths else BUNDLE_WIDTHS[::4]),
         ]
     pairs = [pair for each in grid for pair in itertools.product(*each)]
-    return pairs + (problems_of_rows() if is_sm_90 else [])
+    device = DEVICES[ARCHITECTURES[compute_capability]]
+    found = [(*each, device) for each in pairs + (problems_of_rows() if is_sm_90 else [])]
+    # Widths that no list names, as many in each octave; the model decides, not the data file.
+    generator, by_model = random.Random(compute_capability), without_file(device.name)
+    for problem in (each for problems, _ in grid for each in problems):
+        found.append((problem, int(2 ** generator.uniform(2, 18)), by_model))
+    return found
 
 
 def pack_limits(compute_capability: int) -> tuple[int, ...]:
@@ -299,9 +331,10 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     device = DEVICES[ARCHITECTURES[compute_capability]]
     found: dict[Kernel, str] = {}
     rows = (16, 4096, 2**30)  # few rows may have tiles and kernels of their own
-    for (problem, num_cols), num_rows in itertools.product(_grid(compute_capability), rows):
-        made = plan_of(problem, num_cols, num_rows, device)
-        for launch in made.launches:
+    for (problem, num_cols, planned), num_rows in itertools.product(
+        _grid(compute_capability), rows
+    ):
+        for launch in plan_of(problem, num_cols, num_rows, planned).launches:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
             found.setdefault(launch.kernel, text)

@@ -24,6 +24,11 @@ def words(*arguments):
     )
 
 
+def run(source, name_expression, grid_size, block_size, *arguments, **options):
+    """Launches an instance of those kernels."""
+    instance(source, name_expression).launch(grid_size, block_size, words(*arguments), **options)
+
+
 def aligned(num_values, dtype=np.float32):
     """An array aligned to 16 bytes, which bulk copies need and NumPy does not promise."""
     raw = np.full(num_values * np.dtype(dtype).itemsize + 16, 0xFF, np.uint8)
@@ -34,6 +39,6 @@ def aligned(num_values, dtype=np.float32):
 def block_sums(with_barrier, seed):
     x = np.random.default_rng(seed).standard_normal((6, 128)).astype(np.float32)
     y = np.full(6, np.nan, np.float32)
-    block_sum = instance("block_sum.cu", f"block_sum<{str(with_barrier).lower()}>")
-    block_sum.launch(6, 128, words(x, y), smem_bytes=16, seed=seed)
+    name = f"block_sum<{str(with_barrier).lower()}>"
+    run("block_sum.cu", name, 6, 128, x, y, smem_bytes=16, seed=seed)
     return np.allclose(y, x.sum(1, dtype=np.float64), atol=1e-4)

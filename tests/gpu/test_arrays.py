@@ -49,28 +49,20 @@ def test_rows_that_are_read_in_place(name):
     np.testing.assert_array_equal(values_of(rows, array), array.reshape(-1, num_cols))
 
 
-@pytest.mark.parametrize(
-    "array, num_dims",
-    [
-        (CUBE.T, 1),
-        (CUBE[:, :, ::-1], 1),
-        (CUBE[:, :, ::2], 1),
-        (np.broadcast_to(CUBE[:, :, :1], (2, 3, 4)), 1),
-        (CUBE[:, :, :2], 2),
-        (CUBE[:, :2], 1),
-        (CUBE.transpose(1, 0, 2), 1),
-    ],
-    ids=[
-        "transposed",
-        "columns in reverse",
-        "every other column",
-        "one column repeated",
-        "two dimensions with a gap",
-        "rows at two distances",
-        "batch and sequence swapped",
-    ],
-)
-def test_rows_that_need_a_copy(array, num_dims):
+NEED_A_COPY = {
+    "transposed": (CUBE.T, 1),
+    "columns in reverse": (CUBE[:, :, ::-1], 1),
+    "every other column": (CUBE[:, :, ::2], 1),
+    "one column repeated": (np.broadcast_to(CUBE[:, :, :1], (2, 3, 4)), 1),
+    "two dimensions with a gap": (CUBE[:, :, :2], 2),
+    "rows at two distances": (CUBE[:, :2], 1),
+    "batch and sequence swapped": (CUBE.transpose(1, 0, 2), 1),
+}
+
+
+@pytest.mark.parametrize("name", NEED_A_COPY)
+def test_rows_that_need_a_copy(name):
+    array, num_dims = NEED_A_COPY[name]
     assert arrays.rows(arrays.view(array), num_dims) is None
     copied = np.ascontiguousarray(array)
     rows = arrays.rows(arrays.view(copied), num_dims)

@@ -7,11 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from nvrtc_here import WHY_MISSING, needs_nvrtc
 
+from cupynorm.dispatch.devices import DEVICES
+from cupynorm.dispatch.dispatch import choose
+from cupynorm.dispatch.functor_text import FunctorError, Fused, FusedPart, functor
 from cupynorm.dispatch.instances import Kernel
 from cupynorm.gpu.nvrtc import compile_for, cuda_src, source, source_files
 from cupynorm.plans import plan
@@ -23,6 +27,10 @@ REPOSITORY = Path(__file__).parents[2]
 def test_an_error_of_the_compiler_is_passed_on():
     with pytest.raises(RuntimeError, match=r"(?s)forward_warp<nonsense>.*nonsense"):
         compile_for(Kernel("forward_warp.cu", "forward_warp<nonsense>"), 90)
+    wrong = functor("wrong", "// a comment\ny = gat;")
+    problem = replace(plan(64, device="H200").problem, store=Fused((FusedPart(wrong),)))
+    with pytest.raises(FunctorError, match=r'functor wrong\(2\).*"gat" is undefined'):
+        compile_for(choose(problem, DEVICES["H200"]).kernel, 90)
 
 
 # The cache's key.
@@ -189,40 +197,25 @@ print(json.dumps({
 
 
 @pytest.mark.skipif("CuPy could not" in WHY_MISSING, reason="CuPy is needed to take NVRTC from it")
-@pytest.mark.parametrize("way", ("import", "library"))
-def test_without_nvrtc(way):
-    """The binding or the library is missing: compile_for names the package to install."""
-    hide = {
-        "import": """
-import cupy_backends.cuda.libs
-sys.modules.pop("cupy_backends.cuda.libs.nvrtc", None)
-vars(cupy_backends.cuda.libs).pop("nvrtc", None)
-sys.meta_path.insert(0, Refuse("cupy_backends.cuda.libs.nvrtc"))
-""",
-        "library": """
-from cupy_backends.cuda.libs import nvrtc as binding
+def test_without_nvrtc():
+    """CuPy does not find the library: compile_for names the package to install."""
+    found = run_script("""
+import cupy, numpy
 class Missing:
     def __getattr__(self, name):
         raise RuntimeError("CuPy failed to load libnvrtc.so.12")
 import cupy_backends.cuda.libs
 sys.modules["cupy_backends.cuda.libs.nvrtc"] = cupy_backends.cuda.libs.nvrtc = Missing()
-""",
-    }[way]
-    found = run_script(f"""
-import cupy, numpy
-{hide}
 import cupynorm
 from cupynorm.gpu.nvrtc import compile_for
 kernel = cupynorm.plan(768, 8, device="H200").launches[0].kernel
-print(json.dumps({{
+print(json.dumps({
     "compile_for": outcome(lambda: compile_for(kernel, 90)),
     "y": cupynorm.rms_norm(numpy.array([[3.0, 4.0]]), 2, eps=0.0).tolist(),
-}}))
+}))
 """)
     kind, message = found["compile_for"]
     assert kind == "cupynorm.gpu.nvrtc.MissingLibraryError", message
-    assert "NVRTC could not be loaded" in message and "pip install '.[cuda12]'" in message
-    assert ("libnvrtc.so.12" if way == "library" else "nvrtc") in message.removeprefix(
-        "NVRTC could not be loaded"
-    )
+    assert message.startswith("NVRTC could not be loaded (CuPy failed to load libnvrtc.so.12)")
+    assert "pip install '.[cuda12]'" in message
     assert found["y"] == [pytest.approx([3 / 12.5**0.5, 4 / 12.5**0.5], rel=1e-15, abs=0)]

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from on_cpu_calls import SEEDS, aligned, block_sums, instance, words
+from on_cpu_calls import SEEDS, aligned, block_sums, instance, run, words
 
 from cupynorm.gpu.on_cpu import OnCpuError
 
@@ -24,9 +24,7 @@ def test_same_seed_same_order():
     runs = []
     for seed in [*SEEDS, *SEEDS]:
         y = np.full(6, -1, np.float32)
-        instance("block_sum.cu", "block_sum<false>").launch(
-            6, 128, words(x, y), smem_bytes=16, seed=seed
-        )
+        run("block_sum.cu", "block_sum<false>", 6, 128, x, y, smem_bytes=16, seed=seed)
         runs.append(y.tobytes() if not np.isnan(y).any() else np.isnan(y).tobytes())
     assert runs[: len(SEEDS)] == runs[len(SEEDS) :]
     assert len(set(runs)) > 1
@@ -37,7 +35,7 @@ def test_same_seed_same_order():
 )
 def test_shuffles(argument, width):
     y = np.full((3, 32), -1, np.int64)
-    instance("warp_calls.cu", "shuffles").launch(1, 32, words(y, argument, width), seed=argument)
+    run("warp_calls.cu", "shuffles", 1, 32, y, argument, width, seed=argument)
     lane = np.arange(32)
     first = lane // width * width
     last = first + width - 1
@@ -49,7 +47,7 @@ def test_shuffles(argument, width):
 def test_arithmetic():
     x = np.exp(np.random.default_rng(0).standard_normal(32)).astype(np.float32)
     y = np.full((9, 32), np.nan, np.float32)
-    instance("arithmetic.cu", "arithmetic").launch(1, 32, words(x, y))
+    run("arithmetic.cu", "arithmetic", 1, 32, x, y)
     wide = x.astype(np.float64)
     assert np.array_equal(y[0], (1 / np.sqrt(wide)).astype(np.float32))
     assert np.array_equal(y[1], np.sqrt(x))
@@ -62,10 +60,7 @@ def test_arithmetic():
 
 def test_struct_as_template_argument_and_atomics():
     y = np.zeros(1, np.int64)
-    tile_sizes = instance(
-        "tile.cu", "tile_sizes<float, Tile{.pack_size = 4, .threads_per_row = 32}>"
-    )
-    tile_sizes.launch(7, 33, words(y))
+    run("tile.cu", "tile_sizes<float, Tile{.pack_size = 4, .threads_per_row = 32}>", 7, 33, y)
     assert y[0] == 7 * 16
 
 
@@ -73,16 +68,9 @@ def exchanged(synchronise, seed, cluster_size=4):
     num_blocks, block_size = 2 * cluster_size, 32
     x = np.random.default_rng(seed).standard_normal((num_blocks, block_size)).astype(np.float32)
     y = np.full_like(x, np.nan)
-    exchange = instance("cluster_exchange.cu", f"cluster_exchange<Synchronise::{synchronise}>")
-    smem_bytes = 4 * block_size + 8
-    exchange.launch(
-        num_blocks,
-        block_size,
-        words(x, y),
-        smem_bytes=smem_bytes,
-        cluster_size=cluster_size,
-        seed=seed,
-    )
+    name = f"cluster_exchange<Synchronise::{synchronise}>"
+    sizes = {"smem_bytes": 4 * block_size + 8, "cluster_size": cluster_size}
+    run("cluster_exchange.cu", name, num_blocks, block_size, x, y, **sizes, seed=seed)
     step = -1 if synchronise == "with_mbarriers" else 1
     rank = np.arange(num_blocks)
     partner = rank // cluster_size * cluster_size + (rank + step) % cluster_size
@@ -103,17 +91,9 @@ def test_a_missing_cluster_barrier_shows(synchronise):
 def reused(with_barrier, cluster_size, seed):
     num_rounds, num_blocks, num_warps = 4, 2 * cluster_size, 4
     y = np.zeros((num_rounds, num_blocks), np.float32)
-    buffer_reuse = instance("buffer_reuse.cu", f"buffer_reuse<{str(with_barrier).lower()}>")
-    smem_bytes = 4 * cluster_size * num_warps
-    block_size = 32 * num_warps
-    buffer_reuse.launch(
-        num_blocks,
-        block_size,
-        words(y, num_rounds),
-        smem_bytes=smem_bytes,
-        cluster_size=cluster_size,
-        seed=seed,
-    )
+    name = f"buffer_reuse<{str(with_barrier).lower()}>"
+    sizes = {"smem_bytes": 4 * cluster_size * num_warps, "cluster_size": cluster_size}
+    run("buffer_reuse.cu", name, num_blocks, 32 * num_warps, y, num_rounds, **sizes, seed=seed)
     expected = cluster_size * sum(np.arange(num_rounds) * 100 + warp for warp in range(num_warps))
     return np.allclose(y, expected[:, None], rtol=1e-5)
 
@@ -126,15 +106,10 @@ def test_a_buffer_used_again_too_early_shows(cluster_size):
 
 def doubled_by_bulk_copies(fault, seed):
     num_blocks, num_tiles, block_size = 3, 5, 64
-    x, y = (
-        aligned(num_blocks * num_tiles * block_size),
-        aligned(num_blocks * num_tiles * block_size),
-    )
+    x, y = (aligned(num_blocks * num_tiles * block_size) for _ in range(2))
     x[:] = np.random.default_rng(seed).standard_normal(x.size)
-    bulk_copy = instance("bulk_copy.cu", f"bulk_copy<Fault::{fault}>")
-    bulk_copy.launch(
-        num_blocks, block_size, words(x, y, num_tiles), smem_bytes=8 * block_size + 16, seed=seed
-    )
+    name, sizes = f"bulk_copy<Fault::{fault}>", {"smem_bytes": 8 * block_size + 16}
+    run("bulk_copy.cu", name, num_blocks, block_size, x, y, num_tiles, **sizes, seed=seed)
     return np.array_equal(y, 2 * x)
 
 
@@ -180,16 +155,9 @@ def sent_to_all(fault, seed, cluster_size=4):
         np.random.default_rng(seed).integers(0, 1000, (num_rounds, num_blocks)).astype(np.float32)
     )  # sums are exact
     y = np.full_like(x, np.nan)
-    send_to_all = instance("cluster_send.cu", f"send_to_all<Fault::{fault}>")
-    smem_bytes = 16 + 8 * cluster_size
-    send_to_all.launch(
-        num_blocks,
-        32,
-        words(x, y, num_rounds),
-        smem_bytes=smem_bytes,
-        cluster_size=cluster_size,
-        seed=seed,
-    )
+    sizes = {"smem_bytes": 16 + 8 * cluster_size, "cluster_size": cluster_size}
+    name = f"send_to_all<Fault::{fault}>"
+    run("cluster_send.cu", name, num_blocks, 32, x, y, num_rounds, **sizes, seed=seed)
     return np.array_equal(y, x.reshape(num_rounds, 2, cluster_size).sum(2).repeat(cluster_size, 1))
 
 

@@ -114,7 +114,7 @@ def test_cxx_that_starts_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert on_cpu.compiler() == f"{tmp_path}/{cxx}"
     assert block_sums(True, 0)
-    with pytest.raises(OnCpuError, match=rf"does not compile with \$CXX \({re.escape(cxx)}\):"):
+    with pytest.raises(OnCpuError, match=rf"does not compile with .*/{re.escape(cxx)}:"):
         instance("tile.cu", "tile_sizes<nonsense>")
 
 
@@ -122,7 +122,7 @@ def test_a_message_that_is_not_utf_8(monkeypatch, tmp_path):
     says = f'case "$*" in *-dM*) exec {on_cpu.compiler()} "$@";; esac'
     program(tmp_path / "cxx", f"{says}\nprintf 'gr\\374n' >&2\nexit 1")
     monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
-    with pytest.raises(OnCpuError, match=r"\$CXX \(.*cxx\):\ngr\\xfcn"):
+    with pytest.raises(OnCpuError, match=r"does not compile with .*cxx:\ngr\\xfcn"):
         instance("tile.cu", "tile_sizes<float, Tile{1, 32}>")
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from on_cpu_calls import SEEDS, instance, words
+from on_cpu_calls import SEEDS, instance, run
 
 from cupynorm.gpu.on_cpu import OnCpuError
 
@@ -39,15 +39,13 @@ def test_faults_of_warp_calls(fault, sentence):
     x, y = np.ones(64), np.zeros(2)
     for seed in SEEDS:
         with pytest.raises(OnCpuError, match=sentence):
-            instance("warp_calls.cu", f"warp_sum<Fault::{fault}>").launch(
-                1, 64, words(x, y), seed=seed
-            )
+            run("warp_calls.cu", f"warp_sum<Fault::{fault}>", 1, 64, x, y, seed=seed)
 
 
 def test_mask_of_lanes_that_the_block_lacks():
     x, y = np.ones(64), np.zeros(2)
     with pytest.raises(OnCpuError, match="its warp has only 16 lanes"):
-        instance("warp_calls.cu", "warp_sum<Fault::none>").launch(1, 48, words(x, y))
+        run("warp_calls.cu", "warp_sum<Fault::none>", 1, 48, x, y)
 
 
 @pytest.mark.parametrize(
@@ -94,20 +92,17 @@ def test_mask_of_lanes_that_the_block_lacks():
 def test_faults_of_blocks_and_clusters(fault, sentence):
     for seed in SEEDS:
         with pytest.raises(OnCpuError, match=sentence):
-            instance("barriers.cu", f"faulty<Fault::{fault}>").launch(
-                4, 32, words(5), smem_bytes=100, cluster_size=2, seed=seed
-            )
+            sizes = {"smem_bytes": 100, "cluster_size": 2}
+            run("barriers.cu", f"faulty<Fault::{fault}>", 4, 32, 5, **sizes, seed=seed)
 
 
 def test_the_next_launch_after_a_fault_works():
     x, y = np.ones(64), np.zeros(2)
     for seed in SEEDS:
         with pytest.raises(OnCpuError):
-            instance("warp_calls.cu", "warp_sum<Fault::lane_exited>").launch(
-                1, 64, words(x, y), seed=seed
-            )
+            run("warp_calls.cu", "warp_sum<Fault::lane_exited>", 1, 64, x, y, seed=seed)
         y[:] = np.nan
-        instance("warp_calls.cu", "warp_sum<Fault::none>").launch(1, 64, words(x, y), seed=seed)
+        run("warp_calls.cu", "warp_sum<Fault::none>", 1, 64, x, y, seed=seed)
         assert y.tolist() == [32, 32]
 
 

@@ -88,20 +88,16 @@ assert (folder / "another.cuh").is_file()
 
 
 @pytest.mark.slow
-def test_libraries_that_are_damaged_or_that_others_can_write_are_built_again(cache, compiler):
+def test_libraries_that_others_can_write_are_built_again(cache, compiler):
     """And deleted ones, while a process runs."""
     finish(start(CALL))
     libraries = sorted((cache / "on_cpu").iterdir())
     assert len(libraries) == 2
     for library in libraries:
-        good = library.read_bytes()
-        library.write_bytes(good[: len(good) // 2])
-        finish(start(CALL))
-        assert library.read_bytes() == good
-    libraries[1].write_bytes(good[:999] + bytes([good[999] ^ 1]) + good[1000:])
-    libraries[0].chmod(0o777)
+        library.write_bytes(b"of another user")
+        library.chmod(0o777)
     finish(start(CALL))
-    assert libraries[0].stat().st_mode & 0o777 == 0o700 and libraries[1].read_bytes() == good
+    assert all(each.stat().st_mode & 0o777 == 0o700 for each in libraries)
     again = "on_cpu_calls.block_sums"
     delete = f"import shutil; shutil.rmtree({str(cache)!r})"
     finish(start(f"{CALL}; {delete}; assert {again}(True, 1); {again}(False, 1)"))

@@ -11,6 +11,7 @@ import shutil
 import pytest
 from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, batches, instances, plan_of
 from nvrtc_here import needs_nvrtc
+from plan_problems import without_file
 
 import cupynorm
 from cupynorm.dispatch.devices import DEVICES
@@ -63,7 +64,8 @@ def test_no_chosen_kernel_spills_much(compute_capability, part):
         assert 0 < used.registers <= 255, found[kernel]
         if "double" not in kernel.name_expression:
             frame = f"{found[kernel]}: a stack frame of {used.stack_bytes} bytes"
-            assert used.stack_bytes <= used.spill_store_bytes, frame
+            # A frame is made of units of 8 bytes.
+            assert used.stack_bytes <= -(-used.spill_store_bytes // 8) * 8, frame
 
 
 def spills_much(used) -> bool:
@@ -72,6 +74,7 @@ def spills_much(used) -> bool:
 
 TO_8_BITS = {"direction": "forward", "y": "float8_e4m3fn"}
 BLOCKS = {"scaling": "block"}
+SUM = {"direction": "forward", "residual": True, **dict.fromkeys(("x", "y", "weight"), "float16")}
 OF_FLOAT64 = {"dtype": "float16", "weight_dtype": "float64", "bias_dtype": "float64"}
 
 
@@ -86,12 +89,17 @@ OF_FLOAT64 = {"dtype": "float16", "weight_dtype": "float64", "bias_dtype": "floa
         (136, {"direction": "backward", "weight_dtype": "float32", "bias_dtype": "float32"}),
         (32345, {"residual": True, "weight_dtype": "float32", "bias_dtype": "float32"}),
         (52257, {"scaling": "row", "weight": "float32", "x": "bfloat16"} | TO_8_BITS),
+        (8143, SUM | {"bias": "float16"}),
+        (9609, SUM | {"centered": False}),
+        (39, {"direction": "backward", "dtype": "float16", "residual": True}),
+        (118811, {"residual": True}),
     ],
 )
 def test_tight_kernels(num_cols, problem):
     """Those near the limit, and some that were above it."""
-    for launch in plan_of(problem, num_cols, 2**20, DEVICES["H200"]).launches:
-        assert not spills_much(compile_for(launch.kernel, 90)[1]), launch
+    for device in (DEVICES["H200"], without_file("H200")):
+        for launch in plan_of(problem, num_cols, 2**20, device).launches:
+            assert not spills_much(compile_for(launch.kernel, 90)[1]), launch
 
 
 @pytest.mark.slow

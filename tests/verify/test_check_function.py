@@ -251,3 +251,39 @@ def test_libraries_that_are_not_there_are_named(monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
     with pytest.raises(ValueError, match="CuPy finds no GPU"):
         cupynorm.check_function((forward, None), library="cupy", shapes=SHAPE)
+
+
+# The default shapes have tails of rows and columns.
+
+
+def wrong_last_columns(x, weight, bias, eps):
+    y = forward(x, weight, bias, eps)[0]
+    y[:, x.shape[1] // 4 * 4 :] = 0
+    return y
+
+
+def too_wide(x, weight, bias, eps):
+    y = forward(x, weight, bias, eps)[0]
+    y[:, 8192:] = 0
+    return y
+
+
+def wrong_tail(dy, x, mean, rstd, weight):
+    dx = cupynorm.layer_norm_backward(dy, x, x.shape[1], mean, rstd, weight).dx
+    whole = len(dx) // 4 * 4
+    dx[whole:] = dx[whole - 1]
+    return dx
+
+
+@pytest.mark.parametrize(
+    "pair, case",
+    [
+        ((None, wrong_tail), "61 x 769"),
+        ((wrong_last_columns, None), "61 x 769"),
+        ((too_wide, None), "7 x 8195"),
+    ],
+)
+def test_tails_of_rows_and_columns_show_by_default(pair, case):
+    result = cupynorm.check_function(pair, library="numpy")
+    assert not result and f"of layer_norm {case} float32: " in str(result)
+    assert cupynorm.check_function(pair, library="numpy", shapes=[(64, 768)])

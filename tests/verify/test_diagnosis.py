@@ -144,10 +144,6 @@ FORWARD = {
         lambda x, w, b, eps: np.roll(layer_norm(x, w, b, eps), -1, 0),
         "each row has the values of the row after it: an index is off by one",
     ),
-    "rows reversed": (
-        lambda x, w, b, eps: layer_norm(x, w, b, eps)[::-1],
-        "the rows are in reverse order",
-    ),
     "transposed": (
         lambda x, w, b, eps: layer_norm(x, w, b, eps).T.reshape(x.shape),
         "it is transposed",
@@ -187,11 +183,6 @@ BACKWARD = {
         "dx",
         lambda dy, x, h, w, rstd: rstd * (dy * w - mean_of(dy * w)),
         "the term x_hat * mean(wdy * x_hat) is missing",
-    ),
-    "weight twice": (
-        "dx",
-        lambda dy, x, h, w, rstd: rstd * (dy * w - mean_of(dy * w) - w * h * mean_of(dy * w * h)),
-        "the weight stands twice in the term x_hat * mean(wdy * x_hat)",
     ),
     "no weight": (
         "dx",
