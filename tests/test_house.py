@@ -185,7 +185,7 @@ LIMITS = {
     "README.md": 130,
 }
 # What is above its limit may shrink, and may not grow.
-ABOVE = {"cupynorm": 23_600, "files of cupynorm": 86}
+ABOVE = {"cupynorm": 23_500, "files of cupynorm": 86}
 
 
 def lines_of(paths) -> int:
