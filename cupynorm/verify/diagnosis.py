@@ -495,6 +495,13 @@ def _of_dx(rows: Rows) -> dict[str, np.ndarray]:
         words, other = _other_centre(rows)
         for sentence, g in ((words, dy * other), ("the weight multiplies twice", wdy * w)):
             made[sentence] = _gradient(g, x_hat, rstd, c) / rstd
+        for first, second, name in (
+            (w, 1, "the term mean(wdy)"),
+            (1, w, "the term x_hat * mean(wdy * x_hat)"),
+            (w, w, "both mean terms"),
+        ):
+            sentence = f"the weight stands twice in {name}"
+            made[sentence] = wdy - first * of_mean - second * of_x_hat
     return {sentence: rstd * values for sentence, values in made.items()}
 
 
