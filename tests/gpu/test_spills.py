@@ -79,6 +79,7 @@ OF_FLOAT64 = {"dtype": "float16", "weight_dtype": "float64", "bias_dtype": "floa
 
 
 @needs_nvrtc
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_cols", "problem"),
     [

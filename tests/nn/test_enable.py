@@ -217,6 +217,7 @@ def test_every_norm_of_a_model_is_served(model, x, place, autocast):
     assert calls.served["layer_norm backward"] == 1 and calls.left == {}
 
 
+@pytest.mark.slow  # the import takes seconds
 def test_a_model_of_hugging_face(place):
     """BERT from its config: 2 norms in each layer, 1 after the embeddings, 1 before the scores."""
     transformers = pytest.importorskip("transformers")
