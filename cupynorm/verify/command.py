@@ -23,6 +23,7 @@ from .cases import DIRECTIONS, NORMS, Case, shipped
 from .results import CheckResult, worst_of
 from .traps import Trial, default_trials, trap_trials
 
+_OF_FUNCTIONS = ("function", "forward", "backward")  # options that were removed
 _QUICK_DTYPES = ("float32", "bfloat16")
 # Elements of x in one case, by where the kernels run.
 _MOST_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
@@ -60,11 +61,18 @@ def add_to(commands: Commands) -> None:
     add("--norm", choices=NORMS, help=norm)
     eps = "1e-5, and 1e-12 of the activations that come with the package"
     add("--eps", type=finite, help=eps)
+    for name in _OF_FUNCTIONS:
+        add(f"--{name}", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if all is within what the dtypes allow, else 1."""
+    for name in _OF_FUNCTIONS:
+        if getattr(arguments, name) is not None:
+            raise ValueError(
+                f"--{name} is no option any more; expected cupynorm.check_function(...) in Python"
+            )
     options = {} if arguments.eps is None else {"eps": arguments.eps}
     where = kernels.machine(arguments.on, arguments.seed)
     print(describe(where), end="\n\n", flush=True)

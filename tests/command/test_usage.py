@@ -45,6 +45,7 @@ from cupynorm.command_line import linear_shapes, number, positives
         ("--on tpu", "invalid choice: 'tpu'"),
         ("--eps nan", "'nan' is not a finite number"),
         ("check a.npz", "unrecognized arguments: a.npz"),
+        ("check --forward a:b", "--forward is no option any more; expected cupynorm.check_functi"),
         ("plna 12288", "'plna' is no command; expected one of check, plan, bench, tune"),
         ("explain 1023", "cupynorm.explain is a name of Python and no command; expected one"),
         ("--fast", "unrecognized arguments: --fast"),
